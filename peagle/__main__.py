@@ -1,0 +1,5 @@
+"""`python -m peagle`, the same as the command `peagle`."""
+
+from peagle.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Prompt sets, measurements and the result files every published number comes from."""

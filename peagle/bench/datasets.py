@@ -1,0 +1,89 @@
+"""Prompt files: JSON lines whose rows hold `prompt`, or `turns`, or `messages`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from peagle.errors import PeagleError
+
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRow:
+    """One row of a prompts file, its three spellings made one.
+
+    `messages` ends with the user message to answer (an answer that the file has after it is left out); `later_turns`
+    are the user's turns that follow that answer.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    later_turns: tuple[str, ...] = ()
+    source: str = ""
+    license: str = ""
+    category: str = ""
+
+    @classmethod
+    def of_user(cls, text: str) -> Self:
+        """A conversation of one user message."""
+        return cls(id="prompt", messages=({"role": "user", "content": text},))
+
+
+def read_prompts(path: Path | str) -> list[PromptRow]:
+    """Read a prompts file; blank lines are skipped. A PeagleError names the file and the line that is wrong."""
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand inside a string
+    except UnicodeDecodeError as error:
+        raise PeagleError(f"{path}: not UTF-8 text ({error.reason}); a prompts file is JSON lines") from None
+    except OSError as error:
+        raise PeagleError(f"cannot read the prompts file {path}: {error.strerror}") from None
+    rows = [_parse_line(text, f"{path}:{number}") for number, text in enumerate(lines, 1) if text.strip()]
+    if not rows:
+        raise PeagleError(f"{path} holds no prompts: give one JSON object a line with 'prompt', 'turns' or 'messages'")
+    return rows
+
+
+def _parse_line(text: str, where: str) -> PromptRow:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PeagleError(f"{where}: not valid JSON at character {error.pos + 1}: {error.msg}") from None
+    if not isinstance(row, dict):
+        raise PeagleError(
+            f"{where}: a JSON {type(row).__name__}, expected an object with 'prompt', 'turns' or 'messages'"
+        )
+    spelled = [key for key in ("prompt", "turns", "messages") if key in row]
+    if len(spelled) != 1:
+        raise PeagleError(f"{where}: has {spelled or 'none'} of 'prompt', 'turns' and 'messages', expected exactly one")
+    messages, later = _conversation(spelled[0], row[spelled[0]], where)
+    label = {key: str(row.get(key, "")) for key in ("source", "license", "category")}
+    return PromptRow(id=str(row.get("id", where)), messages=messages, later_turns=later, **label)
+
+
+def _conversation(key: str, value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """(messages up to the first answer wanted, the user's later turns) of the one key a row has."""
+    if key == "messages":
+        return tuple(_check_messages(value, where)), ()
+    turns = [value] if key == "prompt" else value
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise PeagleError(f"{where}: '{key}' must be {'text' if key == 'prompt' else 'a list of texts'}, not empty")
+    return ({"role": "user", "content": turns[0]},), tuple(turns[1:])
+
+
+def _check_messages(value: Any, where: str) -> Sequence[Message]:
+    if not isinstance(value, list) or not value:
+        raise PeagleError(f"{where}: 'messages' must be a list of objects with 'role' and 'content', not empty")
+    for message in value:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise PeagleError(f"{where}: every message needs 'role' and 'content' as text")
+        if message["role"] not in ROLES:
+            raise PeagleError(f"{where}: role {message['role']!r} is not one of {', '.join(ROLES)}")
+    users = [index for index, message in enumerate(value) if message["role"] == "user"]
+    if not users:
+        raise PeagleError(f"{where}: no message has the role 'user', so there is nothing to answer")
+    return [{"role": message["role"], "content": message["content"]} for message in value[: users[-1] + 1]]

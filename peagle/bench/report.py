@@ -1,0 +1,226 @@
+"""Result files and the tables made from them.
+
+A result is one JSON file: `name`, `created` (UTC), `machine`, `versions`, `settings` (whatever it takes to run it
+again, the command included) and `results` ({"rows": [...]}, one of the row classes below per row). Every number the
+README shows is rendered from such a file by `render_block`.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import peagle
+from peagle.errors import PeagleError
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceRow:
+    """Acceptance of one prompt suite at one K and temperature (result names `acceptance-*`).
+
+    The shares are unconditional: rounds in which position j was accepted / rounds. `..._without_loops` leaves out the
+    rounds inside text that repeats itself, which any drafter guesses right.
+    """
+
+    suite: str
+    num_speculative_tokens: int
+    temperature: float
+    acceptance_length: float
+    acceptance_length_without_loops: float
+    accepted_share_per_position: Sequence[float]
+    prompts: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedRow:
+    """Speed with and without drafts on the same prompts in one run (result names `cpu-speed-*`)."""
+
+    num_speculative_tokens: int
+    tokens_per_second_plain: float
+    tokens_per_second: float
+    ratio: float
+    acceptance_length: float
+    prompts: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LosslessRow:
+    """How many prompts gave the same tokens with and without drafts (result names `lossless-*`)."""
+
+    num_speculative_tokens: int
+    batch_size: int
+    temperature: float
+    prompts: int
+    identical: int
+
+
+def provenance() -> dict[str, Any]:
+    """`machine` and `versions` of this process, as they stand in a result file."""
+    import torch
+    import transformers
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": {"cpu": _cpu_name(), "cores": _cores(), "gpu": ", ".join(gpus) or None},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "peagle": peagle.__version__,
+            "commit": _commit(),
+        },
+    }
+
+
+def write_result(path: Path | str, name: str, settings: Json, results: Json) -> None:
+    """Write one result file, whole or not at all. Row dataclasses anywhere in `results` become objects."""
+    path = Path(path)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    document = {"name": name, "created": created, **provenance(), "settings": settings, "results": results}
+    text = json.dumps(document, indent=2, ensure_ascii=False, default=_as_json) + "\n"
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise PeagleError(
+            f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"
+        ) from None
+
+
+def read_result(path: Path | str) -> dict[str, Any]:
+    """Read a result file and check that its keys are there."""
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PeagleError(f"cannot read the result {path}: {' '.join(str(error).split())}") from None
+    missing = {"name", "created", "machine", "versions", "settings", "results"} - set(document)
+    if missing:
+        raise PeagleError(f"{path} is no result file: it lacks {', '.join(sorted(missing))}")
+    return document
+
+
+def render_block(name: str, result: Json | None) -> str:
+    """Markdown for one result: its table and a line that says where it was measured. None: not measured yet."""
+    if result is None:
+        return f"*Not measured yet: `benchmarks/results/{name}.json` will fill this table.*"
+    for prefix, render in (("acceptance-", _acceptance), ("cpu-speed-", _speed), ("lossless-", _lossless)):
+        if name.startswith(prefix):
+            return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
+    raise PeagleError(
+        f"no table is known for the result {name!r}: names start with acceptance-, cpu-speed- or lossless-"
+    )
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; every column but the first is right-aligned."""
+    ruler = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
+
+
+def _acceptance(rows: Sequence[Json]) -> str:
+    header = ("suite", "T", "K", "AL", "AL without loops", "accepted at position 1, 2, ...", "prompts", "tokens")
+    return markdown_table(
+        header,
+        [
+            (
+                row["suite"],
+                f"{row['temperature']:g}",
+                str(row["num_speculative_tokens"]),
+                f"**{row['acceptance_length']:.2f}**",
+                f"{row['acceptance_length_without_loops']:.2f}",
+                " ".join(f"{share:.2f}" for share in row["accepted_share_per_position"]),
+                str(row["prompts"]),
+                f"{row['tokens']:,}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _speed(rows: Sequence[Json]) -> str:
+    header = ("K", "plain tok/s", "P-EAGLE tok/s", "ratio", "AL", "prompts", "tokens")
+    return markdown_table(
+        header,
+        [
+            (
+                str(row["num_speculative_tokens"]),
+                f"{row['tokens_per_second_plain']:.1f}",
+                f"{row['tokens_per_second']:.1f}",
+                f"**{row['ratio']:.2f}x**",
+                f"{row['acceptance_length']:.2f}",
+                str(row["prompts"]),
+                f"{row['tokens']:,}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _lossless(rows: Sequence[Json]) -> str:
+    return markdown_table(
+        ("T", "K", "requests at once", "identical outputs"),
+        [
+            (
+                f"{row['temperature']:g}",
+                str(row["num_speculative_tokens"]),
+                str(row["batch_size"]),
+                f"{row['identical']} of {row['prompts']}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _measured_on(name: str, result: Json) -> str:
+    machine, versions = result["machine"], result["versions"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    line = (
+        f"<sub>{where}; torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'}); "
+        f"{result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
+    )
+    command = result["settings"].get("command")
+    return line + (f"; `{command}`</sub>" if command else "</sub>")
+
+
+def _as_json(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} cannot stand in a result file")
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _commit() -> str | None:
+    """Commit of the checkout the code runs from, `-dirty` when files differ from it; None outside a checkout."""
+    root = Path(peagle.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        described = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*")
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

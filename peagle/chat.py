@@ -1,0 +1,78 @@
+"""The interactive conversation of `peagle chat`."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from peagle.errors import PeagleError
+from peagle.terminal import figures
+
+if TYPE_CHECKING:
+    from peagle.engine.engine import LLM
+    from peagle.sampling import SamplingParams
+
+WELCOME = "Type a message. /reset starts over, /exit leaves, Ctrl-C stops an answer."
+PROMPT = "\n> "
+
+
+class Conversation:
+    """The messages so far, and one streamed answer at a time."""
+
+    def __init__(self, llm: "LLM", params: "SamplingParams", write: Callable[[str], object]) -> None:
+        self._llm, self._params, self._write = llm, params, write
+        self.messages: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        """Forget everything said so far."""
+        self.messages.clear()
+
+    def answer(self, text: str) -> None:
+        """Stream the answer to the user's `text`. Ctrl-C stops it; what was said until then stays in the conversation.
+
+        A message that the engine refuses (too long for the context, for example) raises and is not kept.
+        """
+        said: list[str] = []
+
+        def on_delta(_: int, piece: str) -> None:
+            said.append(piece)
+            self._write(piece)
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        try:
+            output = self._llm.chat([asked], self._params, on_delta=on_delta)[0]
+        except KeyboardInterrupt:
+            self._write("\n[stopped; Ctrl-C again leaves]\n")
+        else:
+            self._write(f"\n[{figures(output)}]\n")
+        self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+
+
+def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = input) -> None:
+    """Talk until /exit or end of input. Ctrl-C while waiting for a message raises KeyboardInterrupt to the caller."""
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    with suppress(ImportError):
+        import_module("readline")  # arrow keys and history for input(), where the platform has it
+    conversation = Conversation(llm, params, write)
+    write(WELCOME + "\n")
+    while True:
+        try:
+            text = read(PROMPT).strip()
+        except EOFError:
+            write("\n")
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+            write("[new conversation]\n")
+        elif text:
+            try:
+                conversation.answer(text)
+            except PeagleError as error:
+                write(f"[{error}; /reset starts over]\n")

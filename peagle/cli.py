@@ -1,0 +1,214 @@
+"""The command line: argument parsing and calls. What a verb does lives in the rooms it calls.
+
+Nothing heavy is imported before a verb runs, so that `peagle --help` answers at once.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peagle.config import PrepareConfig, SpeculativeConfig, TrainConfig
+from peagle.errors import PeagleError
+from peagle.exits import USER_ERROR_STATUS, run
+from peagle.flags import with_flags
+from peagle.help import EXAMPLES, PREPARE_FLAGS, TRAIN_FLAGS
+from peagle.speculation import choose_speculation
+
+if TYPE_CHECKING:
+    from peagle.engine.engine import LLM
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")
+]
+HeadDir = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a head.")]
+SpeculativeJson = Annotated[
+    str | None, typer.Option("--speculative-config", metavar="JSON", help="vLLM's speculative config.")
+]
+Head = Annotated[str | None, typer.Option("--head", metavar="DIR", help="Head to draft with: directory or Hub id.")]
+NumDrafts = Annotated[
+    int | None, typer.Option("--num-speculative-tokens", metavar="K", help="Draft tokens per round (default: 5).")
+]
+NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode without drafts.")]
+MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0 is off.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the sampling noise; a fresh one if left out.")]
+Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16, or auto: float32 on CPU.")]
+
+
+@app.callback()
+def peagle() -> None:
+    """P-EAGLE speculative decoding: train a parallel drafter, measure it, generate losslessly with it."""
+
+
+@app.command(epilog=EXAMPLES["generate"])
+def generate(
+    model: Model,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt.")] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="F.jsonl", help="Prompts, one JSON object a line: `prompt`, `turns` (the first) or `messages`."
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the prompt as it stands, without the chat template.")
+    ] = False,
+    speculative_config: SpeculativeJson = None,
+    head: Head = None,
+    num_speculative_tokens: NumDrafts = None,
+    no_speculation: NoSpeculation = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
+) -> None:
+    """Answer one prompt, or a file of prompts in one batch."""
+    from peagle.bench.datasets import PromptRow, read_prompts
+
+    if (prompt is None) == (prompts_file is None):
+        raise PeagleError("give either --prompt TEXT or --prompts-file F.jsonl")
+    speculation = choose_speculation(
+        model,
+        speculative_config=speculative_config,
+        head=head,
+        num_speculative_tokens=num_speculative_tokens,
+        disabled=no_speculation,
+    )
+    rows = read_prompts(prompts_file) if prompts_file else [PromptRow.of_user(prompt or "")]
+    from peagle.sampling import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    from peagle.terminal import print_answers
+
+    print_answers(_load(model, speculation, dtype), rows, params, raw=raw, as_json=json)
+
+
+@app.command(epilog=EXAMPLES["chat"])
+def chat(
+    model: Model,
+    speculative_config: SpeculativeJson = None,
+    head: Head = None,
+    num_speculative_tokens: NumDrafts = None,
+    no_speculation: NoSpeculation = False,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Talk with a model: streamed answers, several turns, acceptance length and speed after each."""
+    speculation = choose_speculation(
+        model,
+        speculative_config=speculative_config,
+        head=head,
+        num_speculative_tokens=num_speculative_tokens,
+        disabled=no_speculation,
+    )
+    from peagle.chat import run_chat
+    from peagle.sampling import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    run_chat(_load(model, speculation, dtype), params)
+
+
+@app.command(epilog=EXAMPLES["prepare"])
+@with_flags(PrepareConfig, PREPARE_FLAGS)
+def prepare(
+    model: Model,
+    prompts: Annotated[Path, typer.Option(metavar="F.jsonl", help="Prompts, in the form `generate` takes.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the shards; one begun before is continued.")],
+    config: PrepareConfig,
+) -> None:
+    """Let the target answer training prompts, and store tokens and loss mask for `train`."""
+    from rich.console import Console
+
+    from peagle.training.regenerate import prepare as run_prepare
+
+    run_prepare(model, prompts, out, config, Console(stderr=True))
+
+
+@app.command(epilog=EXAMPLES["train"])
+@with_flags(TrainConfig, TRAIN_FLAGS)
+def train(
+    model: Model,
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder that `peagle prepare` wrote.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for checkpoints, log and head.")],
+    config: TrainConfig,
+) -> None:
+    """Train a head for a target on the answers the target itself gave."""
+    from rich.console import Console
+
+    from peagle.training.trainer import train as run_train
+
+    run_train(model, data, out, config, Console(stderr=True))
+
+
+@app.command(epilog=EXAMPLES["inspect"])
+def inspect(
+    head: HeadDir,
+    target: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Check the head against this target as well.")
+    ] = None,
+) -> None:
+    """Say what a head is, what it fits, and what is wrong with it (exit status 2 if anything is)."""
+    from peagle.drafters.inspect import inspect_head
+    from peagle.models.hub import resolve_model
+    from peagle.models.target import read_spec
+
+    report = inspect_head(head, read_spec(resolve_model(target)) if target else None)
+    if report.config is None:
+        raise PeagleError(report.problems[0])
+    sys.stdout.write("\n".join(report.lines()) + "\n")
+    if report.problems:
+        raise typer.Exit(USER_ERROR_STATUS)
+
+
+@app.command(epilog=EXAMPLES["export"])
+def export(
+    head: HeadDir,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the exported head.")],
+    target: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The head's target, where the head shares its tables.")
+    ] = None,
+) -> None:
+    """Write a head in vLLM's full layout: every tensor and every config key spelled out."""
+    import torch
+
+    from peagle.drafters.checkpoint import export_head
+    from peagle.models.target import load_target
+
+    cpu = torch.device("cpu")
+    model = load_target(target, dtype=torch.float32, device=cpu).model if target else None
+    export_head(head, model, out)
+    sys.stdout.write(f"{out}: loads in vLLM as method eagle3 with parallel_drafting true\n")
+
+
+@app.command(epilog=EXAMPLES["demo"])
+def demo(max_tokens: MaxTokens = 128) -> None:
+    """Answer three prompts with SmolLM2-135M, with and without its shipped head, and compare."""
+    from rich.console import Console
+
+    from peagle.demo import load_demo, run_demo
+
+    run_demo(load_demo(), Console(), max_tokens=max_tokens)
+
+
+def _load(model: str, speculation: SpeculativeConfig | None, dtype: str) -> "LLM":
+    from peagle.engine.engine import LLM
+
+    return LLM(model, speculative_config=speculation, dtype=dtype)
+
+
+def main() -> None:
+    """Entry point of the `peagle` command."""
+    sys.exit(run(app, sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""Every setting of the project, one frozen dataclass per verb: the only source of defaults."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from peagle.errors import PeagleError
+
+MAX_SPECULATIVE_TOKENS = 16
+# Keys of vLLM's speculative config that change nothing here; accepted so that its JSON can be pasted unchanged.
+_IGNORED_VLLM_KEYS = frozenset({"draft_tensor_parallel_size", "disable_padded_drafter_batch"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """vLLM's `--speculative-config`, the keys that matter for P-EAGLE.
+
+    `model` is a head directory or Hub id, `num_speculative_tokens` is K. `parallel_drafting` None means: as the head says.
+    """
+
+    model: str
+    num_speculative_tokens: int
+    method: str = "eagle3"
+    parallel_drafting: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("eagle3", "peagle"):
+            raise PeagleError(f"speculative method {self.method!r} is not supported: use 'eagle3' with a P-EAGLE head")
+        k = self.num_speculative_tokens
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise PeagleError(
+                f"num_speculative_tokens is {k!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}; "
+                "to decode without drafts, leave the speculative config out"
+            )
+        if self.parallel_drafting is False:
+            raise PeagleError("parallel_drafting is false: only parallel drafting is available, set it to true")
+        if not isinstance(self.model, str) or not self.model:
+            raise PeagleError(f"speculative config 'model' is {self.model!r}: give a head directory or Hub id")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Build from a mapping; an unknown or missing key is an error that names it."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known - _IGNORED_VLLM_KEYS)
+        if unknown:
+            raise PeagleError(f"unknown key {unknown[0]!r} in the speculative config: known keys are {sorted(known)}")
+        missing = [key for key in ("model", "num_speculative_tokens") if key not in values]
+        if missing:
+            raise PeagleError(f"the speculative config lacks {missing[0]!r}: it needs 'model' and 'num_speculative_tokens'")
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the JSON given on a command line."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PeagleError(f"--speculative-config is not valid JSON at character {error.pos}: {error.msg}") from None
+        if not isinstance(values, dict):
+            raise PeagleError(f"--speculative-config is a JSON {type(values).__name__}: it must be an object")
+        return cls.from_mapping(values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Sizes of one engine. `max_model_len` None means the target's own context length."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise PeagleError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("max_model_len", "num_kv_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PeagleError(f"{name} is {value}: it must be at least 1, or left out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareConfig:
+    """Regeneration of responses by the target. Sampling runs once per entry of `temperatures` for every prompt."""
+
+    max_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0,)
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    shard_size: int = 2048
+    limit: int | None = None
+    max_num_seqs: int = 256
+    max_prompt_tokens: int = 1024
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Recipe of one head. Lengths are tokens, rates are per optimiser step."""
+
+    # the head
+    num_layers: int = 4
+    num_depths: int = 8
+    tap_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    norm_before_fc: bool = True
+    target_init: bool = True
+    train_embeddings: bool = True
+    train_lm_head: bool = True
+    draft_vocab_size: int | None = None
+    # rows
+    batch_positions: int = 8192
+    keep_ratio: float = 0.8
+    min_keep: float = 0.0
+    supervised_share: float = 0.75
+    # loss
+    loss: str = "soft-ce"
+    depth_decay: float = 0.8
+    loss_chunk: int = 4096
+    # optimiser
+    optimizer: str = "muon"
+    muon_lr: float = 2e-3
+    adamw_lr: float = 1e-3
+    warmup_steps: int = 100
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    epochs: float = 1.0
+    clip_norm: float = 1.0
+    # running it
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    compile: bool = False
+    cache_features: bool = False
+    seed: int = 0
+    log_interval: int = 20
+    save_interval: int = 500
+    holdout: int = 64
+    compact: bool = False
+    int8: bool = False
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "loss_chunk", "log_interval", "save_interval")
+        _check_at_least(self, 0, "warmup_steps", "holdout", "min_keep")
+        if not 0.0 < self.keep_ratio <= 1.0:
+            raise PeagleError(f"keep_ratio is {self.keep_ratio}: it must be in (0, 1]")
+        if self.loss not in ("soft-ce", "hard-ce"):
+            raise PeagleError(f"loss {self.loss!r} is not known: use soft-ce or hard-ce")
+        if self.optimizer not in ("muon", "adamw"):
+            raise PeagleError(f"optimizer {self.optimizer!r} is not known: use muon or adamw")
+        if self.attention not in ("auto", "dense", "flex"):
+            raise PeagleError(f"attention {self.attention!r} is not known: use auto, dense or flex")
+
+
+def _check_at_least(config: object, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < least:
+            raise PeagleError(f"{name} is {getattr(config, name)}: it must be at least {least}")

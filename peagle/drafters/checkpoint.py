@@ -1,0 +1,247 @@
+"""Loading, saving and exporting heads.
+
+Three ways to store a head, all read by `load_drafter`:
+full     vLLM's plain layout; self-contained, loads in vLLM unchanged.
+compact  embedding and output rows equal to the target's are left out (`peagle_shared_with_target`) and the trained mask
+         row is stored by itself (`mask_embedding`); needs its own target to load.
+int8     compact, with the matrices of the layers in 8 bits (`NAME` int8 and `NAME_scale` per row).
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.drafters import layout, storage
+from peagle.drafters.head_config import config_from_dict, config_to_dict
+from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
+from peagle.drafters.quantize import quantize_rows
+from peagle.drafters.vocab import target_ids
+from peagle.errors import PeagleError
+from peagle.models.decoder import TargetModel
+from peagle.models.layers import rope_inverse_frequencies
+from peagle.models.spec import ModelSpec
+
+BASE_MODEL_KEY = "base_model"
+SHARED_KEY = "peagle_shared_with_target"
+TARGET_HASH_KEY = "peagle_target_embedding_sha256"
+PROVENANCE_KEY = "peagle_provenance"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """The target's rows a head may share: embedding [V, H] and the output rows of the draft vocabulary [Vd, H]."""
+
+    embed_VH: Tensor
+    head_VH: Tensor
+
+
+def load_drafter(
+    path: Path | str,
+    target: TargetModel | None,
+    spec: ModelSpec | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trainable: bool = False,
+    target_name: str = "the given target",
+) -> PEagleDrafter:
+    """The head at `path` (directory or Hub id) in eval mode, frozen unless `trainable`.
+
+    `target` supplies the rows a head does not store; a frozen head shares their storage where dtype and device agree.
+    `spec` is checked for compatibility when given. Raises PeagleError for every unusable head.
+    """
+    path = resolve_head(path)
+    where = f"head {path}"
+    raw = storage.read_config(path)
+    spec = target.spec if spec is None and target is not None else spec
+    config = config_from_dict(raw, target_layers=spec.num_layers if spec else None, where=where)
+    if spec is not None:
+        check_compatible(config, spec, where=where)
+    if raw.get(SHARED_KEY) and target is not None:
+        _check_target_hash(raw, target, target_name, where)
+    tensors = storage.dequantized(storage.read_stored(path), where)
+    borrowed = _borrow(tensors, config, target, raw, where)
+    state = layout.to_state({**tensors, **borrowed}, config, where)
+    for name, tensor in state.items():
+        # The training copy of a borrowed table must not be the target's own memory.
+        copy = trainable and name in borrowed
+        state[name] = tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=copy)
+    drafter = layout.meta_drafter(config)
+    drafter.load_state_dict(state, assign=True)
+    drafter.inv_freq = rope_inverse_frequencies(config.rope).to(device)
+    return drafter.requires_grad_(trainable).eval()
+
+
+def save_drafter(
+    drafter: PEagleDrafter,
+    path: Path | str,
+    *,
+    compact: bool,
+    base_model: str,
+    extra: Mapping[str, Any],
+    target: TargetModel | None = None,
+    int8_layers: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a head directory atomically. `extra` is provenance: any JSON values, kept under `peagle_provenance`.
+
+    `compact` needs `target` and leaves out what equals the target's tables in `dtype`; `int8_layers` needs `compact`.
+    Raises PeagleError for NaN or infinite weights, for an unwritable `path`, and when `path` holds something else.
+    """
+    path = Path(path).expanduser()
+    where = f"head {path}"
+    if compact and target is None:
+        raise PeagleError(f"{where}: a compact head is stored relative to its target: name the target, or save it full")
+    if int8_layers and not compact:
+        raise PeagleError(f"{where}: 8-bit layers exist in the compact layout only: save it compact, or without 8 bits")
+    tensors = layout.to_plain(drafter, dtype)
+    broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+    if broken:
+        raise PeagleError(f"{where}: {broken[0]} holds NaN or infinite values, not saved: lower the learning rate")
+    raw = {**config_to_dict(drafter.config), "torch_dtype": str(dtype).removeprefix("torch.")}
+    raw |= {BASE_MODEL_KEY: base_model, PROVENANCE_KEY: dict(extra)}
+    if target is not None:
+        raw[TARGET_HASH_KEY] = embedding_sha256(target)
+    if compact and target is not None:
+        raw[SHARED_KEY] = _drop_shared(tensors, drafter, target, dtype)
+    if int8_layers:
+        _quantize_layers(tensors)
+    storage.write_head(path, raw, tensors)
+
+
+def export_head(head_dir: Path | str, target: TargetModel | None, out_dir: Path | str) -> None:
+    """Write the head at `head_dir` as a full, self-contained head in vLLM's plain layout, bfloat16."""
+    path = resolve_head(head_dir)
+    raw = storage.read_config(path)
+    drafter = load_drafter(path, target, None, dtype=torch.float32, device=torch.device("cpu"))
+    provenance = raw.get(PROVENANCE_KEY)
+    save_drafter(
+        drafter,
+        out_dir,
+        compact=False,
+        base_model=str(raw.get(BASE_MODEL_KEY, "unknown")),
+        extra=provenance if isinstance(provenance, Mapping) else {},
+        target=target,
+    )
+
+
+def check_compatible(config: DrafterConfig, spec: ModelSpec, *, where: str = "the head") -> None:
+    """Raise PeagleError unless a head of this config can read this target's taps and write its tokens."""
+    remedy = "use the target it was made for, or train a head for this one"
+    for what, fits, has in (
+        ("hidden size", config.target_hidden_size, spec.hidden_size),
+        ("vocabulary size", config.vocab_size, spec.vocab_size),
+    ):
+        if fits != has:
+            raise PeagleError(f"{where} fits targets of {what} {fits}, this target has {has}: {remedy}")
+    outside = [tap for tap in config.tap_ids if not 0 <= tap <= spec.num_layers]
+    if outside:
+        raise PeagleError(
+            f"{where} taps layer {outside[0]} (taps {list(config.tap_ids)}), this target has ids 0 to "
+            f"{spec.num_layers}: {remedy}"
+        )
+    if not 0 <= config.mask_token_id < spec.vocab_size:
+        raise PeagleError(
+            f"{where} has mask token {config.mask_token_id}, expected an id below the vocabulary size "
+            f"{spec.vocab_size}: correct mask_token_id in config.json"
+        )
+
+
+def resolve_head(path_or_hub_id: Path | str) -> Path:
+    """A local head directory, or the snapshot of a Hub id such as `org/name`. Raises PeagleError."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_id)
+    if path.exists():
+        raise PeagleError(f"head {name} is a file: expected the directory that holds config.json and model.safetensors")
+    if not _HUB_ID.fullmatch(name):
+        raise PeagleError(f"head {name} does not exist: expected a directory or a Hub id like org/name; check the path")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # its kinds differ between hub versions: network, access, unknown id, full disk
+        reason = " ".join(str(error).split())[:160]
+        raise PeagleError(
+            f"head {name} is no local directory and could not be fetched from the Hub ({reason}): check the name"
+        ) from error
+
+
+def embedding_sha256(target: TargetModel) -> str:
+    """Identity of a target: SHA-256 of its embedding table in bfloat16, whatever dtype it is loaded in."""
+    table_VH = target.embed_tokens.weight.detach().to("cpu", torch.bfloat16).contiguous()
+    return hashlib.sha256(table_VH.view(torch.uint8).numpy().data).hexdigest()
+
+
+def _tables(target: TargetModel, d2t: Tensor) -> _Tables:
+    head_VH = target.lm_head.weight.detach()
+    ids = target_ids(d2t)
+    whole = ids.numel() == head_VH.shape[0] and not bool(d2t.any())
+    return _Tables(target.embed_tokens.weight.detach(), head_VH if whole else head_VH[ids.to(head_VH.device)])
+
+
+def _borrow(
+    tensors: Mapping[str, Tensor],
+    config: DrafterConfig,
+    target: TargetModel | None,
+    raw: Mapping[str, Any],
+    where: str,
+) -> dict[str, Tensor]:
+    """The target's tables for those the head does not store. Raises PeagleError when there is no target to ask."""
+    missing = [name for name in (layout.EMBED, layout.LM_HEAD) if name not in tensors]
+    if not missing:
+        return {}
+    if target is None:
+        raise PeagleError(
+            f"{where} does not store {' and '.join(missing)}, which it shares with its target "
+            f"{raw.get(BASE_MODEL_KEY, '(unnamed)')}: name that target, or use a head written by `peagle export`"
+        )
+    tables = _tables(target, layout.read_d2t(tensors, config, where))
+    found = {layout.EMBED: tables.embed_VH, layout.LM_HEAD: tables.head_VH}
+    return {name: found[name] for name in missing}
+
+
+def _check_target_hash(raw: Mapping[str, Any], target: TargetModel, target_name: str, where: str) -> None:
+    expected, found = raw.get(TARGET_HASH_KEY), embedding_sha256(target)
+    if expected != found:
+        base = raw.get(BASE_MODEL_KEY, "an unnamed target")
+        raise PeagleError(
+            f"{where} shares the tables of {base} (embedding sha256 {str(expected)[:12]}), not those of {target_name} "
+            f"({found[:12]}): use {base}, or export the head with it first and use the exported one"
+        )
+
+
+def _drop_shared(
+    tensors: dict[str, Tensor], drafter: PEagleDrafter, target: TargetModel, dtype: torch.dtype
+) -> list[str]:
+    """Remove the tables that equal the target's, store the mask row by itself, and name what was removed."""
+    mask_id = drafter.config.mask_token_id
+    tensors[layout.MASK_EMBEDDING] = tensors[layout.EMBED][mask_id].clone()
+    tables = _tables(target, drafter.d2t)
+    embed_VH = tables.embed_VH.to("cpu", dtype, copy=True)
+    if embed_VH.shape == tensors[layout.EMBED].shape:
+        embed_VH[mask_id] = tensors[layout.MASK_EMBEDDING]  # the one row that may differ
+    shared = []
+    for name, table_VH in ((layout.EMBED, embed_VH), (layout.LM_HEAD, tables.head_VH.to("cpu", dtype))):
+        if torch.equal(tensors[name], table_VH):
+            del tensors[name]
+            shared.append(name)
+    if not bool(tensors["d2t"].any()) and bool(tensors["t2d"].all()):
+        del tensors["d2t"], tensors["t2d"]  # the draft vocabulary is the target's
+    return shared
+
+
+def _quantize_layers(tensors: dict[str, Tensor]) -> None:
+    """Replace the matrices of the layers by int8 and scales. fc, norms, biases and tables keep their precision."""
+    for name in [n for n in tensors if n.startswith(("midlayer.", "layers."))]:
+        if tensors[name].ndim == 2:
+            tensors[name], tensors[name + layout.SCALE_SUFFIX] = quantize_rows(tensors[name])

@@ -1,0 +1,251 @@
+"""config.json of a head: `DrafterConfig` <-> the plain `LlamaForCausalLMEagle3` keys that vLLM reads.
+
+Writing is explicit: every key a reader could otherwise guess is there, and keys that moved between reader versions are
+written under each of their names. Reading follows vLLM's lookup order and refuses what this drafter cannot compute.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from peagle.drafters.p_eagle import DrafterConfig
+from peagle.errors import PeagleError
+from peagle.models.layers import Llama3Scaling, RopeSpec
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+MASK_ID_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # vLLM's order; releases before 0.26 know the last two
+TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+
+# Keys that change what is computed, so leaving one to a reader's default is worth a warning in `inspect_head`.
+EXPLICIT_KEYS = (
+    "architectures", "model_type", "head_dim", "num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta",
+    "max_position_embeddings", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", TAP_KEY,
+    "norm_before_fc", "norm_before_residual", "attention_bias",
+)  # fmt: skip
+
+# (key, values this drafter computes, what the value would mean). An absent or null key is always fine.
+_SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("model_type", ("llama",), "layers of another family"),
+    ("fc_norm", (False,), "one norm per tap (EAGLE-3.1)"),
+    ("hidden_act", ("silu", "swish"), "another activation"),
+    ("mlp_bias", (False,), "biases in the feed-forward layers"),
+    ("logit_scale", (1, 1.0), "scaled logits"),
+    ("partial_rotary_factor", (1, 1.0), "rotation of a part of each head"),
+    ("use_aux_hidden_state", (True,), "an EAGLE-1 head that reads the last hidden state"),
+    ("speculators_model_type", (), "the speculators layout"),
+    ("quantization_config", (), "quantised matrices in another scheme"),
+)
+
+
+def config_to_dict(config: DrafterConfig) -> dict[str, Any]:
+    """The explicit config.json of a head (training reference 15.1), without `torch_dtype` and provenance."""
+    c, taps = config, list(config.tap_ids)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_position_embeddings,
+        **_rope_to_dict(c.rope),
+        "attention_bias": c.attention_bias,
+        "mlp_bias": False,
+        "vocab_size": c.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "target_hidden_size": c.target_hidden_size,
+        "num_aux_hidden_states": len(taps),
+        TAP_KEY: taps,
+        # vLLM counts the taps from this copy; older readers know no other.
+        "eagle_config": {TAP_KEY: taps, "use_aux_hidden_state": True},
+        **dict.fromkeys(MASK_ID_KEYS, c.mask_token_id),
+        "parallel_drafting": True,
+        "norm_before_fc": c.norm_before_fc,
+        "norm_before_residual": c.norm_before_residual,
+        "fc_norm": False,
+        "norm_output": False,
+    }
+
+
+def config_from_dict(raw: Mapping[str, Any], *, target_layers: int | None, where: str) -> DrafterConfig:
+    """Read a head's config.json. `target_layers` fills in missing tap ids by vLLM's default (2, n//2, n-3).
+
+    `where` names the head in errors. Raises PeagleError for a missing or malformed key and for unsupported values.
+    """
+    refuse_unsupported(raw, where)
+    hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
+    kv_heads = _positive(raw, "num_key_value_heads", where, heads)
+    vocab, head_dim = _positive(raw, "vocab_size", where), _positive(raw, "head_dim", where, hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise PeagleError(
+            f"{where}: config.json has {heads} heads, {kv_heads} key/value heads and head_dim {head_dim}: "
+            "expected heads in whole groups and an even head_dim; fix the file"
+        )
+    return DrafterConfig(
+        hidden_size=hidden,
+        intermediate_size=_positive(raw, "intermediate_size", where),
+        num_layers=_positive(raw, "num_hidden_layers", where),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_number(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
+        rope=_rope_from_dict(raw, head_dim, where),
+        max_position_embeddings=_positive(raw, "max_position_embeddings", where, 2048),
+        vocab_size=vocab,
+        draft_vocab_size=_positive(raw, "draft_vocab_size", where, vocab),
+        target_hidden_size=_positive(raw, "target_hidden_size", where, hidden),
+        tap_ids=_tap_ids(raw, target_layers, where),
+        mask_token_id=_mask_token_id(raw, vocab, where),
+        norm_before_fc=_flag(raw, "norm_before_fc", where),
+        norm_before_residual=_flag(raw, "norm_before_residual", where),
+        attention_bias=_flag(raw, "attention_bias", where),
+    )
+
+
+def default_tap_ids(target_layers: int) -> tuple[int, int, int]:
+    """The taps of published heads: streams entering layers 2, n//2 and n-3."""
+    return 2, target_layers // 2, target_layers - 3
+
+
+def refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
+    """Raise PeagleError when a key asks for something this drafter does not compute."""
+    for key, supported, meaning in _SUPPORTED:
+        value = lookup(raw, key)
+        if value is not None and value not in supported:
+            expected = f"expected {supported[0]!r}" if supported else "expected no such key"
+            raise PeagleError(
+                f"{where}: config.json has {key}={_short(value)} ({meaning}), which is not supported: {expected}; "
+                "convert the head to the plain layout or use another one"
+            )
+    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
+    window = raw.get("sliding_window")
+    windowed = window is not None and raw.get("use_sliding_window") is not False and not raw.get("layer_types")
+    if kinds or windowed:
+        name, value = ("layer_types", sorted(kinds)) if kinds else ("sliding_window", window)
+        raise PeagleError(
+            f"{where}: config.json has {name}={value}: only full attention is supported; use another head"
+        )
+
+
+def lookup(raw: Mapping[str, Any], key: str) -> Any:
+    """A key at the top level, else inside `eagle_config` (where some published heads keep it), else None."""
+    if raw.get(key) is not None:
+        return raw[key]
+    nested = raw.get("eagle_config")
+    return nested.get(key) if isinstance(nested, Mapping) else None
+
+
+def mask_token_ids(raw: Mapping[str, Any]) -> list[Any]:
+    """All mask ids the config names, in the order in which they are looked up."""
+    return [raw[key] for key in MASK_ID_KEYS if raw.get(key) is not None]
+
+
+def _mask_token_id(raw: Mapping[str, Any], vocab_size: int, where: str) -> int:
+    named = mask_token_ids(raw)
+    if not named:
+        raise PeagleError(
+            f"{where}: config.json names no mask token: expected one of {', '.join(MASK_ID_KEYS)}; "
+            "an EAGLE-3 head trained one token at a time cannot draft in parallel, train a P-EAGLE head"
+        )
+    mask_id = _integer(named[0], "mask_token_id", 0, where)
+    if mask_id >= vocab_size:
+        raise PeagleError(
+            f"{where}: config.json has mask token {mask_id}, expected an id below vocab_size {vocab_size}; fix the file"
+        )
+    return mask_id
+
+
+def _tap_ids(raw: Mapping[str, Any], target_layers: int | None, where: str) -> tuple[int, ...]:
+    value = lookup(raw, TAP_KEY)
+    if value is None:
+        value = lookup(raw, "layer_ids")
+    if value is None and target_layers is None:
+        raise PeagleError(
+            f"{where}: config.json names no tap ids ({TAP_KEY}) and their default depends on the target's depth: "
+            "name the target, or add the key"
+        )
+    taps = default_tap_ids(target_layers) if value is None and target_layers is not None else value
+    if not isinstance(taps, list | tuple) or not taps:
+        raise PeagleError(f"{where}: config.json has {TAP_KEY}={_short(taps)}: expected a list of layer ids")
+    return tuple(_integer(tap, TAP_KEY, 0, where) for tap in taps)
+
+
+def _rope_to_dict(rope: RopeSpec) -> dict[str, Any]:
+    """RoPE in the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`)."""
+    scaling: dict[str, Any] | None = None
+    if rope.scaling is not None:
+        s = rope.scaling
+        scaling = {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_max_position_embeddings,
+        }
+    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
+
+
+def _rope_from_dict(raw: Mapping[str, Any], head_dim: int, where: str) -> RopeSpec:
+    parameters = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or parameters
+    if not isinstance(parameters, Mapping) or not isinstance(scaling, Mapping):
+        raise PeagleError(f"{where}: config.json has rope_scaling={_short(scaling)}: expected an object or null")
+    if any(isinstance(rule, Mapping) for rule in scaling.values()):
+        raise PeagleError(
+            f"{where}: config.json has one RoPE rule per layer kind: expected a single one; use another head"
+        )
+    theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return RopeSpec(theta=_number(theta, "rope_theta", where), head_dim=head_dim)
+    if kind != "llama3":
+        raise PeagleError(
+            f"{where}: config.json has rope_type={kind!r}, which is not supported: expected 'default' or 'llama3'; "
+            "use another head"
+        )
+    return RopeSpec(
+        theta=_number(theta, "rope_theta", where),
+        head_dim=head_dim,
+        scaling=Llama3Scaling(
+            factor=_number(scaling.get("factor"), "factor", where),
+            low_freq_factor=_number(scaling.get("low_freq_factor"), "low_freq_factor", where),
+            high_freq_factor=_number(scaling.get("high_freq_factor"), "high_freq_factor", where),
+            original_max_position_embeddings=_positive(scaling, "original_max_position_embeddings", where),
+        ),
+    )
+
+
+def _positive(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    return _integer(default if value is None else value, key, 1, where)
+
+
+def _integer(value: object, key: str, least: int, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        shown = "no value" if value is None else _short(value)
+        raise PeagleError(f"{where}: config.json has {shown} for {key}: expected an integer >= {least}; fix the file")
+    return value
+
+
+def _number(value: object, key: str, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        shown = "no value" if value is None else _short(value)
+        raise PeagleError(f"{where}: config.json has {shown} for {key}: expected a number > 0; fix the file")
+    return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str, where: str) -> bool:
+    value = lookup(raw, key)
+    if value is not None and not isinstance(value, bool):
+        raise PeagleError(f"{where}: config.json has {key}={_short(value)}: expected true or false; fix the file")
+    return bool(value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,156 @@
+"""A fresh head for a target, ready to train.
+
+With target initialisation the head starts as a shortened copy of the target: its layers are the target's last ones,
+fed from the last tap, with room to learn what the embeddings and the other taps add. Default initialisation keeps only
+the target's embedding and output rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peagle.drafters.checkpoint import check_compatible
+from peagle.drafters.head_config import default_tap_ids
+from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
+from peagle.drafters.vocab import offsets, target_ids
+from peagle.errors import PeagleError
+from peagle.models.decoder import TargetModel
+from peagle.models.layers import DecoderLayer, MergedLinear, SwiGLU
+from peagle.models.spec import ModelSpec
+
+EMBEDDING_HALF_SCALE = 0.5  # of the default initialisation: the target's own layers never read the embedding
+FC_NOISE_SCALE = 0.1
+
+
+def new_drafter(
+    spec: ModelSpec,
+    target: TargetModel,
+    *,
+    num_layers: int,
+    mask_token_id: int,
+    seed: int,
+    target_init: bool,
+    tap_ids: Sequence[int] | None = None,
+    draft_ids: Tensor | None = None,
+    norm_before_fc: bool = True,
+    intermediate_size: int | None = None,
+) -> PEagleDrafter:
+    """A float32 head on the CPU that shares no storage with `target`, the same for the same `seed`.
+
+    `draft_ids` are ascending target ids (None: the whole vocabulary), `tap_ids` None means (2, n//2, n-3). A narrower
+    feed-forward than the target's keeps its strongest channels. Raises PeagleError for settings the target rules out.
+    """
+    config = _config(
+        spec, num_layers, tap_ids, mask_token_id, draft_ids, norm_before_fc, intermediate_size, target_init
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = PEagleDrafter(config)
+    with torch.no_grad():
+        if draft_ids is not None:
+            drafter.d2t.copy_(offsets(draft_ids))
+        drafter.embed_tokens.weight.copy_(target.embed_tokens.weight)
+        drafter.mask_embedding.copy_(target.embed_tokens.weight[mask_token_id])
+        head_ids = target_ids(drafter.d2t).to(target.lm_head.weight.device)
+        drafter.lm_head.weight.copy_(target.lm_head.weight[head_ids])
+        if target_init:
+            _start_as_target(drafter, target)
+    return drafter.train()
+
+
+def _config(
+    spec: ModelSpec,
+    num_layers: int,
+    tap_ids: Sequence[int] | None,
+    mask_token_id: int,
+    draft_ids: Tensor | None,
+    norm_before_fc: bool,
+    intermediate_size: int | None,
+    target_init: bool,
+) -> DrafterConfig:
+    width = intermediate_size or spec.intermediate_size
+    if not 1 <= num_layers <= spec.num_layers:
+        raise PeagleError(f"{num_layers} drafter layers: expected 1 to {spec.num_layers}, the depth of the target")
+    if target_init and width > spec.intermediate_size:
+        raise PeagleError(
+            f"feed-forward size {width}: target initialisation allows up to the target's {spec.intermediate_size}; "
+            "choose a smaller one, or default initialisation"
+        )
+    if draft_ids is not None and (draft_ids.numel() == 0 or bool((draft_ids.diff() <= 0).any())):
+        raise PeagleError("draft ids must be distinct and ascending, and at least one; sort them")
+    if draft_ids is not None and (int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= spec.vocab_size):
+        raise PeagleError(
+            f"draft ids reach {int(draft_ids[-1])}, expected 0 to {spec.vocab_size - 1}; check the vocabulary"
+        )
+    config = DrafterConfig(
+        hidden_size=spec.hidden_size,
+        intermediate_size=width,
+        num_layers=num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope=spec.rope,
+        max_position_embeddings=spec.max_position_embeddings,
+        vocab_size=spec.vocab_size,
+        draft_vocab_size=spec.vocab_size if draft_ids is None else draft_ids.numel(),
+        target_hidden_size=spec.hidden_size,
+        tap_ids=default_tap_ids(spec.num_layers) if tap_ids is None else tuple(tap_ids),
+        mask_token_id=mask_token_id,
+        norm_before_fc=norm_before_fc,
+        attention_bias=spec.qkv_bias
+        and target_init,  # q/k biases of a copied layer carry much of its attention pattern
+    )
+    check_compatible(config, spec, where="the new head")
+    return config
+
+
+def _start_as_target(drafter: PEagleDrafter, target: TargetModel) -> None:
+    """Copy the target's last layers, its final norm, and feed them from the last tap."""
+    size = drafter.config.hidden_size
+    source, *rest = _layers(target)[-drafter.config.num_layers :]
+    fusion = drafter.fusion
+    fused = fusion.self_attn.qkv_proj.weight  # [q + k + v, embedding half | hidden half]
+    fused[:, :size] *= EMBEDDING_HALF_SCALE
+    fused[:, size:].copy_(source.self_attn.qkv_proj.weight)
+    _copy_bias(fusion.self_attn.qkv_proj, source.self_attn.qkv_proj)
+    fusion.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    fusion.hidden_norm.weight.copy_(source.input_layernorm.weight)
+    fusion.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+    _copy_mlp(fusion.mlp, source.mlp)
+    for layer, original in zip(_layers(drafter), rest, strict=True):
+        _copy_layer(layer, original)
+    drafter.norm.weight.copy_(target.norm.weight)
+    drafter.fc.weight *= FC_NOISE_SCALE
+    drafter.fc.weight[:, -size:] += torch.eye(size)
+
+
+def _copy_layer(layer: DecoderLayer, source: DecoderLayer) -> None:
+    layer.self_attn.qkv_proj.weight.copy_(source.self_attn.qkv_proj.weight)
+    _copy_bias(layer.self_attn.qkv_proj, source.self_attn.qkv_proj)
+    layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    layer.input_layernorm.weight.copy_(source.input_layernorm.weight)
+    layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+    _copy_mlp(layer.mlp, source.mlp)
+
+
+def _copy_bias(projection: MergedLinear, source: MergedLinear) -> None:
+    # Heads have no other biases: those a target has on o_proj and in its feed-forward layers are left out.
+    if projection.bias is not None and source.bias is not None:
+        projection.bias.copy_(source.bias)
+
+
+def _copy_mlp(mlp: SwiGLU, source: SwiGLU) -> None:
+    """Copy the feed-forward layer, or the channels with the largest |up| * |down| when `mlp` is narrower."""
+    gate_FH, up_FH = source.gate_up_proj.weight.split(source.gate_up_proj.splits)
+    down_HF = source.down_proj.weight
+    strength_F = up_FH.float().norm(dim=1) * down_HF.float().norm(dim=0)
+    kept = strength_F.topk(mlp.down_proj.in_features).indices.sort().values
+    mlp.gate_up_proj.weight.copy_(torch.cat((gate_FH[kept], up_FH[kept])))
+    mlp.down_proj.weight.copy_(down_HF[:, kept])
+
+
+def _layers(model: TargetModel | PEagleDrafter) -> list[DecoderLayer]:
+    """The plain decoder layers, typed (a ModuleList promises no more than modules)."""
+    return [layer for layer in model.layers if isinstance(layer, DecoderLayer)]

@@ -1,0 +1,64 @@
+"""Paged KV cache: target and drafter keep separate tensors but share blocks, so one block table serves both."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.errors import PeagleError
+from peagle.kernels.kv_write import kv_write_ref
+from peagle.kernels.paged_attention import AttentionPlan, paged_attention_ref
+from peagle.models.layers import Attend
+
+
+class BlockPool:
+    """Free list of cache blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` blocks, or None (and nothing) when there are not enough."""
+        if count > len(self._free):
+            return None
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def release(self, blocks: list[int]) -> None:
+        """Give blocks back."""
+        self._free.extend(blocks)
+
+
+class PagedCache:
+    """Keys and values of one model's layers, each [layers, M, slots, D]; the last slot belongs to no block."""
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (layers, kv_heads, num_slots + 1, head_dim)
+        try:
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # out of memory is one, on CPU and CUDA
+            gib = 2 * np.prod(shape) * dtype.itemsize / 2**30
+            raise PeagleError(f"no memory for a KV cache of {gib:.1f} GiB: lower max_num_seqs or max_model_len") from error
+
+    @staticmethod
+    def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes one token takes."""
+        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+    def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> Attend:
+        """An `Attend` that first writes the new rows' keys and values, then attends over the cache."""
+
+        def attend(layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
+            kv_write_ref(self.keys[layer], slots_R, k_RMD)
+            kv_write_ref(self.values[layer], slots_R, v_RMD)
+            return paged_attention_ref(q_RND, self.keys[layer], self.values[layer], limit_R, plan)
+
+        return attend

@@ -1,0 +1,89 @@
+"""One request's life: prompt, emitted tokens, when it stops, and what its rounds accepted."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.acceptance import AcceptanceStats
+from peagle.engine.text import TextStream
+from peagle.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request. `seconds` runs from its first scheduled step to its last; `rounds` holds (first emitted
+    index, accepted drafts) of every verification round, in order."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" | "length" | "abort"
+    stats: AcceptanceStats
+    rounds: list[tuple[int, int]]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Request:
+    """A request inside the engine. `stream` exists only when someone reads the text before the end."""
+
+    index: int
+    prompt: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    max_tokens: int  # the smaller of params.max_tokens and what the context length leaves
+    stream: TextStream | None = None
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    started: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether prompt tokens are still to be computed."""
+        return self.num_computed < len(self.prompt_ids)
+
+    def emit(self, token_ids: list[int]) -> int:
+        """Append one round's tokens up to the first that ends the request; returns how many were kept."""
+        for kept, token_id in enumerate(token_ids, start=1):
+            self.output_ids.append(token_id)
+            if token_id in self.stop_ids:
+                self.finish_reason = "stop"
+            elif self.stream is not None and self.stream.push(token_id):
+                self.finish_reason = "stop"
+            elif len(self.output_ids) >= self.max_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return kept
+        return len(token_ids)
+
+    def record_round(self, first_index: int, accepted: int, drafted: int) -> None:
+        """Count one verification round whose tokens begin at output index `first_index`."""
+        self.stats.record(accepted, drafted)
+        self.rounds.append((first_index, accepted))
+
+    def output(self, tokenizer: Any) -> RequestOutput:
+        """The finished request as the caller sees it."""
+        text = (self.stream or TextStream(tokenizer, ())).finish(self.output_ids)
+        return RequestOutput(
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            text=text,
+            token_ids=self.output_ids,
+            finish_reason=self.finish_reason or "abort",
+            stats=self.stats,
+            rounds=self.rounds,
+            seconds=(self.ended or time.perf_counter()) - self.started,
+        )

@@ -1,0 +1,57 @@
+"""Token ids to text while they arrive: whole characters only, stop strings found and cut."""
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """Text of one growing response.
+
+    `text` is what has been decoded; `take()` hands out what is safe to show: never half a character, never a piece
+    that may turn out to be the beginning of a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._shown = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> bool:
+        """Add one token; True once a stop string is complete, with `text` cut before it."""
+        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
+        if not piece:
+            return False
+        longest = max(map(len, self._stop), default=0)
+        search_from = max(0, len(self.text) - longest)
+        self.text += piece
+        cuts = [at for at in (self.text.find(s, search_from) for s in self._stop) if at >= 0]
+        if cuts:
+            self.text = self.text[: min(cuts)]
+            self.stopped = True
+        return self.stopped
+
+    def take(self, *, final: bool = False) -> str:
+        """New text since the last call. `final` releases what was held back for a stop string that never came."""
+        end = len(self.text) if final or self.stopped else len(self.text) - self._held_back()
+        piece = self.text[self._shown : max(end, self._shown)]
+        self._shown = max(end, self._shown)
+        return piece
+
+    def finish(self, token_ids: list[int]) -> str:
+        """The complete text of a response; a character cut short by the end becomes U+FFFD as in `decode`."""
+        if not self.stopped:
+            whole = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            if whole.startswith(self.text):
+                self.text = whole
+        return self.text
+
+    def _held_back(self) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for length in range(min(max(map(len, self._stop), default=0), len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-length:]) for s in self._stop):
+                return length
+        return 0

@@ -1,0 +1,67 @@
+"""Command line flags made from a config dataclass, so that types and defaults are written once, in the dataclass."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from peagle.errors import PeagleError
+
+# panel title -> field name -> help text
+Panels = Mapping[str, Mapping[str, str]]
+
+
+def with_flags(config_class: type, panels: Panels) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb one flag per field of `config_class` in place of its parameter `config`.
+
+    Every field needs a help text in `panels`, which also group the flags on the help page. A field that holds a tuple
+    becomes a comma-separated list.
+    """
+    hints = get_type_hints(config_class)
+    elements = {name: element for name, hint in hints.items() if (element := _tuple_element(hint)) is not None}
+    panel_of = {name: (panel, text) for panel, texts in panels.items() for name, text in texts.items()}
+    flags = []
+    for field in fields(config_class):
+        hint, default, metavar = hints[field.name], field.default, None
+        if field.name in elements:
+            hint, metavar = (str | None), "N,N,..."
+            default = ",".join(f"{value:g}" for value in default) if isinstance(default, tuple) else default
+        panel, text = panel_of[field.name]
+        option = typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        flags.append(inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option]))
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(verb).parameters.values() if p.name != "config"]
+        parameters = [*own, *flags]
+
+        @functools.wraps(verb)
+        def command(**values: Any) -> None:
+            chosen = {flag.name: values.pop(flag.name) for flag in flags}
+            chosen |= {name: _parse_list(name, chosen[name], element) for name, element in elements.items()}
+            verb(**values, config=config_class(**chosen))
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _tuple_element(hint: Any) -> Callable[[str], Any] | None:
+    """int of `tuple[int, ...]` and of `tuple[int, ...] | None`; None for anything else."""
+    tuples = [member for member in (hint, *get_args(hint)) if get_origin(member) is tuple]
+    return get_args(tuples[0])[0] if tuples else None
+
+
+def _parse_list(name: str, text: str | None, element: Callable[[str], Any]) -> tuple[Any, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(element(part) for part in text.split(","))
+    except ValueError:
+        flag = "--" + name.replace("_", "-")
+        raise PeagleError(f"{flag} is {text!r}: write numbers separated by commas, for example 1,2") from None

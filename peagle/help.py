@@ -1,0 +1,112 @@
+"""Texts of the help pages: examples of every verb, and one line per flag of the config dataclasses."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+
+def _examples(*lines: str) -> str:
+    # A blank line between them keeps each example on its own line.
+    return "\n\n".join(("[bold]Examples[/bold]", *lines))
+
+
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "generate": _examples(
+            'peagle generate smollm2-135m --prompt "Name three rivers."',
+            "peagle generate smollm2-135m --prompts-file questions.jsonl --json",
+            "peagle generate org/model --head my-head --num-speculative-tokens 7 --prompt Hi",
+            "peagle generate model.gguf --no-speculation --temperature 0.7 --seed 1 --prompt Hi",
+        ),
+        "chat": _examples(
+            "peagle chat smollm2-135m",
+            "peagle chat org/model --head my-head --num-speculative-tokens 5",
+        ),
+        "prepare": _examples(
+            "peagle prepare org/model --prompts prompts.jsonl --out data/model",
+            "peagle prepare smollm2-135m --prompts prompts.jsonl --out data/smollm2 --temperatures 0,0.7",
+        ),
+        "train": _examples(
+            "peagle train org/model --data data/model --out runs/model",
+            "peagle train smollm2-135m --data data/smollm2 --out runs/tiny --num-layers 2 --max-seconds 600",
+        ),
+        "inspect": _examples("peagle inspect heads/smollm2-135m-instruct-p-eagle"),
+        "export": _examples(
+            "peagle export heads/smollm2-135m-instruct-p-eagle --target smollm2-135m --out exported",
+            "peagle export runs/model/head --out exported",
+        ),
+        "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
+    }
+)
+
+_DTYPE = "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU."
+_DEVICE = "cpu, cuda, or auto: a GPU if there is one."
+
+PREPARE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Answers": {
+            "max_tokens": "Longest answer, in tokens.",
+            "temperatures": "One answer per prompt and temperature; 0 is greedy.",
+            "top_p": "Nucleus sampling; 1 is off.",
+            "top_k": "Sample among the K likeliest tokens; 0 is off.",
+            "seed": "Seed of the sampling noise.",
+            "max_prompt_tokens": "Skip prompts longer than this.",
+            "limit": "Use only the first prompts of the file, this many.",
+        },
+        "Running": {
+            "shard_size": "Documents per parquet file; a finished file survives an interruption.",
+            "max_num_seqs": "Prompts answered at once.",
+            "dtype": _DTYPE,
+            "device": _DEVICE,
+        },
+    }
+)
+
+TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Head": {
+            "num_layers": "Layers of the head.",
+            "num_depths": "Tokens the head learns to draft in one pass.",
+            "tap_ids": "Target layers whose input the head reads (default: 2, n/2, n-3).",
+            "mask_token_id": "Vocabulary id that marks mask slots (default: an unused id).",
+            "norm_before_fc": "Normalise the taps before they are combined.",
+            "target_init": "Start from the target's last layers.",
+            "train_embeddings": "Train the embedding table.",
+            "train_lm_head": "Train the output rows.",
+            "draft_vocab_size": "Keep only the tokens most frequent in the answers (default: all).",
+            "compact": "Store no table that equals the target's.",
+            "int8": "Store the layers in 8 bits.",
+        },
+        "Rows": {
+            "batch_positions": "Positions per step.",
+            "keep_ratio": "Share of anchors that each depth keeps of the one before.",
+            "min_keep": "Lowest share of anchors that any depth keeps.",
+            "supervised_share": "Share of a batch's positions that rows are allotted for; more are dropped.",
+        },
+        "Loss": {
+            "loss": "soft-ce (the target's distribution) or hard-ce (its token).",
+            "depth_decay": "Weight of depth d is this to the power d.",
+            "loss_chunk": "Rows whose logits exist at once.",
+        },
+        "Optimiser": {
+            "optimizer": "muon or adamw.",
+            "muon_lr": "Peak rate of the matrices under Muon.",
+            "adamw_lr": "Peak rate of everything AdamW updates.",
+            "warmup_steps": "Steps of linear warm-up.",
+            "max_steps": "Stop after this many steps.",
+            "max_seconds": "Stop after this much training time.",
+            "epochs": "Passes over the data, where neither limit above comes first.",
+            "clip_norm": "Largest gradient norm.",
+        },
+        "Running": {
+            "dtype": _DTYPE,
+            "device": _DEVICE,
+            "attention": "dense, flex, or auto: flex on GPU.",
+            "compile": "Compile the step with torch.compile.",
+            "cache_features": "Compute the target's features once and keep them.",
+            "seed": "Seed of initialisation, data order and drops.",
+            "log_interval": "Steps between progress lines.",
+            "save_interval": "Steps between checkpoints.",
+            "holdout": "Documents kept for validation.",
+        },
+    }
+)

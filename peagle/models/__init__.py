@@ -1,0 +1,1 @@
+"""Target models: Hugging Face configs, weights and tokenizers, and the decoder computed from them."""

@@ -1,0 +1,75 @@
+"""The target model: a pre-norm decoder of the Llama and Qwen2 families over flat rows.
+
+No cache, no batch dimension, no sampling: rows of any number of sequences go in side by side, and the `attend` that is
+passed in decides which of them see each other. Serving, training and tests differ only in that function.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, rope_inverse_frequencies, rope_tables
+from peagle.models.spec import ModelSpec
+
+
+class TargetModel(nn.Module):
+    """Embedding, decoder layers, final norm and language-model head described by a `ModelSpec`."""
+
+    inv_freq: Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        s = self.spec = spec
+        self.embed_tokens = nn.Embedding(s.vocab_size, s.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                i, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.rms_norm_eps,
+                qkv_bias=s.qkv_bias, o_bias=s.o_bias, mlp_bias=s.mlp_bias,
+            )
+            for i in range(s.num_layers)
+        )  # fmt: skip
+        self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.lm_head = nn.Linear(s.hidden_size, s.vocab_size, bias=False)
+        self.register_buffer("inv_freq", rope_inverse_frequencies(s.rope), persistent=False)
+        self._tie()
+
+    def forward(
+        self, input_ids_R: Tensor, positions_R: Tensor, attend: Attend, tap_ids: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Final-normed hidden states [R, H] and the taps [R, len(tap_ids) * H] in the order of `tap_ids`.
+
+        Tap k is the residual stream entering layer k; k == num_layers is the stream after the last layer, before the
+        final norm. Without tap ids the second value is None.
+        """
+        x_RH = self.embed_tokens(input_ids_R)
+        cos_R1D, sin_R1D = rope_tables(positions_R, self.inv_freq, x_RH.dtype)
+        streams: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in tap_ids:
+                streams[i] = x_RH
+            x_RH = layer(x_RH, cos_R1D, sin_R1D, attend)
+        streams[len(self.layers)] = x_RH
+        taps_RC = torch.cat([streams[k] for k in tap_ids], dim=-1) if tap_ids else None
+        return self.norm(x_RH), taps_RC
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Logits over the vocabulary, [R, V], of final-normed hidden states."""
+        return self.lm_head(hidden_RH)
+
+    def _tie(self) -> None:
+        # A head swapped for a packed one (models/packing.py) has no weight to share.
+        if self.spec.tie_word_embeddings and isinstance(self.lm_head, nn.Linear):
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        """Behind `.to()` and `.to_empty()`: keep what a blanket conversion of all tensors would break.
+
+        Rotary frequencies stay float32 (rounded to bfloat16 they turn far positions by whole radians) and get values
+        when the model leaves the meta device; tied embeddings stay one Parameter.
+        """
+        super()._apply(fn, recurse)
+        self.inv_freq = rope_inverse_frequencies(self.spec.rope).to(self.inv_freq.device)
+        self._tie()
+        return self

@@ -1,0 +1,157 @@
+"""Building blocks shared by the target models and the drafter: RMSNorm, RoPE, merged projections, SwiGLU, attention.
+
+Shape suffixes used in this package: R rows (flat tokens of all sequences), H hidden size, F feed-forward size,
+N query heads, M key/value heads, D head size, V vocabulary, C concatenated taps.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# (layer index, q_RND, k_RMD, v_RMD) -> o_RND. The model computes rotated q, k and v; whoever calls the model decides
+# what a row may see: a paged cache when serving, the (anchor, depth) relation when training.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeSpec:
+    """Rotary embedding. `scaling` is None or the `llama3` rule's four numbers."""
+
+    theta: float
+    head_dim: int
+    scaling: "Llama3Scaling | None" = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's frequency-dependent context extension (HF `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+def rope_inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """Per-pair angular frequencies, float32 [D/2]."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    inv_freq = 1.0 / spec.theta**exponents
+    if spec.scaling is None:
+        return inv_freq
+    s = spec.scaling
+    wavelength = 2 * math.pi / inv_freq
+    turns = s.original_max_position_embeddings / wavelength  # full rotations within the original context
+    # 0 keeps only the stretched frequency, 1 only the original, in between a linear blend.
+    blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - blend) * inv_freq / s.factor + blend * inv_freq
+
+
+def rope_tables(positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [R, 1, D] in `dtype`, computed in float32 (angles lose bits in half precision)."""
+    angles_RD = torch.outer(positions_R.float(), inv_freq).repeat(1, 2)
+    return angles_RD.cos()[:, None].to(dtype), angles_RD.sin()[:, None].to(dtype)
+
+
+def apply_rope(x_RND: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
+    """Rotate pairs (i, i + D/2), the Hugging Face layout."""
+    first, second = x_RND.chunk(2, dim=-1)
+    return x_RND * cos_R1D + torch.cat((-second, first), dim=-1) * sin_R1D
+
+
+class RMSNorm(nn.Module):
+    """y = w * x / rms(x), the mean square in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        xf = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        normed = xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class MergedLinear(nn.Linear):
+    """Several projections of one input as a single matmul. `splits` are their output sizes, in order."""
+
+    def __init__(self, in_features: int, splits: Sequence[int], *, bias: bool = False) -> None:
+        super().__init__(in_features, sum(splits), bias=bias)
+        self.splits = tuple(splits)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # returns the parts, not the whole
+        return F.linear(x, self.weight, self.bias).split(self.splits, dim=-1)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, intermediate: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedLinear(hidden, (intermediate, intermediate), bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention around an `Attend`: projections and RoPE here, the visibility rule outside."""
+
+    def __init__(
+        self,
+        layer: int,
+        in_features: int,
+        out_features: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
+        splits = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.qkv_proj = MergedLinear(in_features, splits, bias=qkv_bias)
+        self.o_proj = nn.Linear(heads * head_dim, out_features, bias=o_bias)
+
+    def forward(self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x))
+        out_RND = attend(self.layer, apply_rope(q, cos_R1D, sin_R1D), apply_rope(k, cos_R1D, sin_R1D), v)
+        return self.o_proj(out_RND.flatten(-2))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer layer: x + attention(norm(x)), then + mlp(norm(.))."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden: int,
+        intermediate: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(
+            layer, hidden, hidden, heads, kv_heads, head_dim, qkv_bias=qkv_bias, o_bias=o_bias
+        )
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = SwiGLU(hidden, intermediate, bias=mlp_bias)
+
+    def forward(self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend) -> Tensor:
+        x_RH = x_RH + self.self_attn(self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend)
+        return x_RH + self.mlp(self.post_attention_layernorm(x_RH))

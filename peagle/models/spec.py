@@ -1,0 +1,173 @@
+"""From a Hugging Face `config.json` to the few numbers and switches that define a target model.
+
+Whatever changes the mathematics and is not implemented is refused here, before any weight is read: a model that loads
+but computes something slightly different is the one failure nobody would notice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peagle.errors import PeagleError
+from peagle.models.layers import Llama3Scaling, RopeSpec
+
+Family = Literal["llama", "qwen2"]
+
+CAUSAL_LM_CLASS: dict[str, str] = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+DEFAULT_ROPE_THETA = 10000.0  # what both families assume when the config is silent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Everything that shapes a target. Sizes are per model, not per device; `eos_token_ids` may be empty."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    max_position_embeddings: int
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Read a decoded `config.json` (and `generation_config.json`, if there is one) of the llama or qwen2 family.
+
+    Raises PeagleError for everything that cannot be computed exactly.
+    """
+    family = _family(config)
+    _refuse_unsupported(config)
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads", default=heads)
+    head_dim = _size(config, "head_dim", default=hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise PeagleError(
+            f"config.json has num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim}: "
+            "expected heads to be a multiple of key/value heads and an even head_dim; check the file"
+        )
+    max_positions = _size(config, "max_position_embeddings")
+    llama = family == "llama"
+    attention_bias = bool(config.get("attention_bias")) if llama else True
+    return ModelSpec(
+        family=family,
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_number(config, "rms_norm_eps", default=1e-6),
+        rope=_rope(config, head_dim, max_positions),
+        max_position_embeddings=max_positions,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias and llama,
+        mlp_bias=bool(config.get("mlp_bias")) if llama else False,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bos_token_id=_bos(config, generation_config),
+        eos_token_ids=_eos(config, generation_config),
+    )
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    family = config.get("model_type")
+    if family not in ("llama", "qwen2"):
+        raise PeagleError(
+            f"model_type {family!r} is not supported: expected 'llama' or 'qwen2'; choose a target of these families"
+        )
+    architectures = config.get("architectures") or [CAUSAL_LM_CLASS[family]]
+    if CAUSAL_LM_CLASS[family] not in architectures:
+        raise PeagleError(
+            f"architecture {', '.join(map(str, architectures))} is not a target model: expected "
+            f"{CAUSAL_LM_CLASS[family]}; a drafter head goes with --head, not in place of MODEL"
+        )
+    return "llama" if family == "llama" else "qwen2"
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise PeagleError(f"hidden_act {activation!r} is not supported: expected 'silu'; choose another target")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise PeagleError(
+            "use_sliding_window true is not supported: expected full attention in every layer; choose another target"
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise PeagleError(
+            f"quantization_config with method {method!r} is not supported: expected float weights "
+            "(bfloat16, float16, float32) or a .gguf file; use the unquantized model"
+        )
+
+
+def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
+    """Both spellings: `rope_theta` + `rope_scaling`, and the one dict `rope_parameters` of transformers 5."""
+    rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rules, Mapping):
+        raise PeagleError(f"rope_scaling {rules!r} is not an object: expected null or a JSON object; check config.json")
+    theta = rules.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA
+    rope_type = rules.get("rope_type", rules.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise PeagleError(
+            f"rope type {rope_type!r} is not supported: expected 'default' or 'llama3'; choose another target"
+        )
+    partial = rules.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 or any(isinstance(rule, Mapping) for rule in rules.values()):
+        raise PeagleError(
+            f"rope parameters {dict(rules)!r} (partial_rotary_factor {partial}) are not supported: expected one rule "
+            "that rotates the whole head in every layer; choose another target"
+        )
+    scaling = None
+    if rope_type == "llama3":
+        scaling = Llama3Scaling(
+            factor=_number(rules, "factor"),
+            low_freq_factor=_number(rules, "low_freq_factor"),
+            high_freq_factor=_number(rules, "high_freq_factor"),
+            original_max_position_embeddings=_size(rules, "original_max_position_embeddings", default=max_positions),
+        )
+    return RopeSpec(theta=float(theta), head_dim=head_dim, scaling=scaling)
+
+
+def _number(config: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise PeagleError(f"config.json has {key} {value!r}: expected a positive number; check the file")
+    return float(value)
+
+
+def _size(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    value = _number(config, key, default=default)
+    if value != int(value):
+        raise PeagleError(f"config.json has {key} {value!r}: expected a whole number; check the file")
+    return int(value)
+
+
+def _bos(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> int | None:
+    """The first token id of the first source that names one; generation settings override the model's."""
+    for source in (generation_config or {}, config):
+        value = source.get("bos_token_id")
+        if value is not None:
+            return int(value)
+    return None
+
+
+def _eos(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """All end tokens of the first source that names any (an int or a list), generation settings first."""
+    for source in (generation_config or {}, config):
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
+    return ()

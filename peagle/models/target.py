@@ -1,0 +1,65 @@
+"""A target ready for use: weights, description and tokenizer loaded from whatever MODEL names."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from peagle.errors import PeagleError
+from peagle.models.decoder import TargetModel
+from peagle.models.hub import resolve_model
+from peagle.models.spec import ModelSpec, spec_from_hf
+from peagle.models.tokenizer import load_tokenizer
+from peagle.models.weights import load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass
+class Target:
+    """The model to be served. `name` is fit for a report: an alias, a Hub id, or the last part of a local path."""
+
+    name: str
+    path: Path
+    spec: ModelSpec
+    model: TargetModel
+    tokenizer: "PreTrainedTokenizerFast"
+
+
+def load_target(model: str, *, dtype: torch.dtype, device: torch.device, progress: bool = True) -> Target:
+    """Resolve MODEL and load it frozen, in eval mode. `progress` allows a note on stderr about a conversion.
+
+    Raises PeagleError for an unknown, unsupported or damaged model.
+    """
+    path = resolve_model(model, progress=progress)
+    spec = read_spec(path)
+    tokenizer = load_tokenizer(path)
+    weights = load_model(path, spec, dtype=dtype, device=device)
+    return Target(name=_display_name(model), path=path, spec=spec, model=weights, tokenizer=tokenizer)
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The spec of a Hugging Face style directory, without its weights."""
+    config = _read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    return spec_from_hf(config, _read_json(generation) if generation.is_file() else None)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PeagleError(
+            f"{file} cannot be read ({error}): expected a JSON object; download the model again"
+        ) from error
+    if not isinstance(value, dict):
+        raise PeagleError(f"{file} holds a JSON {type(value).__name__}: expected an object; download the model again")
+    return value
+
+
+def _display_name(model: str) -> str:
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model

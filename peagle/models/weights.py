@@ -1,0 +1,156 @@
+"""Fill a model from safetensors files with Hugging Face names, tensor by tensor.
+
+Parameters are allocated once, in their final dtype and place. Each stored tensor is then copied straight into the part
+of the parameter that holds it, so loading needs the memory of one model plus one tensor, whatever the file's dtype.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from peagle.errors import PeagleError
+from peagle.models.decoder import TargetModel
+from peagle.models.layers import MergedLinear, RMSNorm
+from peagle.models.spec import ModelSpec
+
+# The Hugging Face projections stored in one of our merged ones, in the order of MergedLinear.splits.
+MERGED_PARTS: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+def empty_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """A frozen model in eval mode whose parameters are allocated but hold arbitrary values."""
+    with torch.device("meta"):
+        model = TargetModel(spec)
+    return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+
+
+def load_model(path: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """The model of a Hugging Face style directory, frozen and in eval mode. Raises PeagleError for bad files."""
+    files = weight_files(path)
+    model = empty_model(spec, dtype=dtype, device=device)
+    load_weights(model, files)
+    return model
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory: the single one, or all shards that the index names."""
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE]
+    index = path / INDEX_FILE
+    if not index.is_file():
+        raise PeagleError(
+            f"{path} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} with its shards; download the model again, "
+            "in safetensors format"
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise PeagleError(f"{index} is not a weight index ({error}): expected JSON with a weight_map") from error
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise PeagleError(
+            f"{path} lacks {len(absent)} of the {len(names)} shards named in {INDEX_FILE} ({_first(absent)}): "
+            "download the model again"
+        )
+    return [path / name for name in names]
+
+
+def load_weights(model: TargetModel, files: Sequence[Path]) -> None:
+    """Copy every tensor of `files` into `model`. Tensors it has no use for are refused inside layers, else ignored."""
+    views = {_hf_name(name): view for name, view in parameter_parts(model).items()}
+    missing = set(views)
+    for file in files:
+        with open_safetensors(file) as stored:
+            for name in stored.keys():  # noqa: SIM118  # a safetensors handle is not iterable
+                if name in views:
+                    _copy(name, stored.get_tensor(name), views[name], file)
+                    missing.discard(name)
+                elif name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
+                    raise PeagleError(
+                        f"{file} holds {name}, which the model described by config.json does not have: "
+                        "the two files do not belong together; download the model again"
+                    )
+    if missing:
+        in_order = [name for name in views if name in missing]
+        raise PeagleError(
+            f"{files[0].parent} lacks {len(missing)} of the {len(views)} tensors that config.json calls for "
+            f"({_first(in_order)}): download the model again"
+        )
+
+
+def parameter_parts(module: nn.Module) -> dict[str, Tensor]:
+    """Unmerged name -> the tensor, or the rows of a merged one, that holds it. Shared parameters appear once.
+
+    The values are views: writing to them writes to the parameter.
+    """
+    parts: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if not isinstance(owner, MergedLinear):
+            parts[name] = parameter.detach()
+            continue
+        parent, _, merged_name = owner_name.rpartition(".")
+        rows = parameter.detach().split(owner.splits)
+        for part_name, view in zip(MERGED_PARTS[merged_name], rows, strict=True):
+            parts[f"{parent}.{part_name}.{leaf}"] = view
+    return parts
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """A safetensors handle; a missing, truncated or corrupt file raises PeagleError, also while reading from it."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise PeagleError(
+            f"{file} cannot be read as safetensors ({reason}): it may be truncated; download it again"
+        ) from error
+
+
+@torch.no_grad()
+def random_weights(model: nn.Module, seed: int) -> None:
+    """Fill all parameters with small random values that keep activations near unit size. For tests and dry runs."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                noise *= parameter.shape[-1] ** -0.5
+            else:  # norms and biases vary too, so that a test notices when one is left out
+                noise = 0.1 * noise + (1.0 if isinstance(module, RMSNorm) else 0.0)
+            parameter.copy_(noise)
+
+
+def _hf_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _copy(name: str, source: Tensor, target: Tensor, file: Path) -> None:
+    if source.shape != target.shape:
+        raise PeagleError(
+            f"{file} holds {name} of shape {list(source.shape)}: expected {list(target.shape)} from config.json; "
+            "the two files do not belong together"
+        )
+    if source.dtype not in FLOAT_DTYPES:
+        raise PeagleError(
+            f"{file} holds {name} as {source.dtype}: expected bfloat16, float16 or float32; use the unquantized model"
+        )
+    target.copy_(source)
+
+
+def _first(names: Sequence[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")

@@ -1,0 +1,40 @@
+"""Fill the README's tables from benchmarks/results/*.json, between `<!-- results:NAME -->` and `<!-- /results -->`.
+
+python scripts/readme_tables.py          # rewrite README.md
+python scripts/readme_tables.py --check  # exit status 1 if README.md is out of date
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from peagle.bench.report import read_result, render_block
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+def fill(readme: str, results: Path) -> str:
+    """The README's text with every marked block rendered anew from the files in `results`."""
+
+    def block(match: re.Match[str]) -> str:
+        path = results / f"{match['name']}.json"
+        body = render_block(match["name"], read_result(path) if path.exists() else None)
+        return f"{match[1]}{body}\n{match[3]}"
+
+    return BLOCK.sub(block, readme)
+
+
+def main(arguments: list[str]) -> int:
+    path = ROOT / "README.md"
+    current = path.read_text(encoding="utf-8")
+    wanted = fill(current, ROOT / "benchmarks" / "results")
+    if arguments == ["--check"]:
+        print("README tables: " + ("up to date" if wanted == current else "out of date, run scripts/readme_tables.py"))
+        return int(wanted != current)
+    path.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

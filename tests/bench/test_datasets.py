@@ -1,0 +1,85 @@
+"""Prompt files: the three spellings mean the same, and what is wrong is named with file and line."""
+
+import json
+
+import pytest
+
+from peagle.bench.datasets import read_prompts
+from peagle.errors import PeagleError
+from tests.test_repository import ROOT
+
+
+def write(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_prompt_turns_and_messages_mean_the_same(tmp_path):
+    path = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "Hi"},
+        "",
+        {"turns": ["Hi", "And then?"], "id": "x/1", "source": "s", "license": "MIT", "category": "chat"},
+        {"messages": [{"role": "user", "content": "Hi", "extra": 1}, {"role": "assistant", "content": "old answer"}]},
+    )
+    prompt, turns, messages = read_prompts(path)
+    assert prompt.messages == turns.messages == messages.messages == ({"role": "user", "content": "Hi"},)
+    assert turns.later_turns == ("And then?",)
+    assert (turns.id, turns.source, turns.license, turns.category) == ("x/1", "s", "MIT", "chat")
+
+
+def test_history_and_system_message_stay(tmp_path):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+    ]
+    (row,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": messages}))
+    assert row.messages == tuple(messages)
+
+
+def test_a_line_separator_inside_a_text_is_no_line_end(tmp_path):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "one\u2028line"}')
+    assert read_prompts(path)[0].messages[0]["content"] == "one\u2028line"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "Hi"', "not valid JSON at character"),
+        ("[1]", "a JSON list"),
+        ('{"text": "Hi"}', "has none of"),
+        ('{"prompt": "Hi", "turns": ["Hi"]}', "expected exactly one"),
+        ('{"prompt": 3}', "'prompt' must be text"),
+        ('{"prompt": " "}', "not empty"),
+        ('{"turns": []}', "'turns' must be a list of texts"),
+        ('{"turns": "Hi"}', "'turns' must be a list of texts"),
+        ('{"messages": []}', "'messages' must be a list"),
+        ('{"messages": [{"role": "user"}]}', "'role' and 'content'"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "'tool' is not one of"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "nothing to answer"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line, says):
+    path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, line)
+    with pytest.raises(PeagleError) as error:
+        read_prompts(path)
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    for name, says in (("missing", "cannot read"), ("empty", "holds no prompts"), ("binary", "not UTF-8")):
+        with pytest.raises(PeagleError, match=says):
+            read_prompts(tmp_path / f"{name}.jsonl")
+
+
+@pytest.mark.parametrize(("name", "count"), [("mt_bench", 80), ("humaneval", 164)])
+def test_shipped_prompt_sets_are_whole(name, count):
+    rows = read_prompts(ROOT / "benchmarks" / "data" / f"{name}.jsonl")
+    assert len({row.id for row in rows}) == count
+    assert all(row.source == name and row.license for row in rows)

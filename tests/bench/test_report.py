@@ -1,0 +1,103 @@
+"""Result files hold their provenance, appear whole or not at all, and render to the tables of the README."""
+
+import json
+
+import pytest
+
+from peagle.bench.report import (
+    AcceptanceRow,
+    LosslessRow,
+    SpeedRow,
+    markdown_table,
+    provenance,
+    read_result,
+    render_block,
+    write_result,
+)
+from peagle.errors import PeagleError
+
+ACCEPTANCE = AcceptanceRow(
+    suite="mt_bench",
+    num_speculative_tokens=3,
+    temperature=0.7,
+    acceptance_length=2.4449,
+    acceptance_length_without_loops=2.1,
+    accepted_share_per_position=(0.7, 0.45, 0.25),
+    prompts=80,
+    tokens=20480,
+)
+SPEED = SpeedRow(
+    num_speculative_tokens=5,
+    tokens_per_second_plain=30.0,
+    tokens_per_second=45.06,
+    ratio=1.502,
+    acceptance_length=2.6,
+    prompts=10,
+    tokens=1280,
+)
+LOSSLESS = LosslessRow(num_speculative_tokens=7, batch_size=8, temperature=0.0, prompts=50, identical=49)
+
+
+def write_and_read(tmp_path, name, *rows):
+    path = tmp_path / "new" / f"{name}.json"
+    write_result(path, name, {"command": "python x.py"}, {"rows": rows})
+    return read_result(path)
+
+
+def test_a_result_says_where_it_comes_from(tmp_path):
+    result = write_and_read(tmp_path, "acceptance-x", ACCEPTANCE)
+    assert list(result) == ["name", "created", "machine", "versions", "settings", "results"]
+    assert set(result["machine"]) == {"cpu", "cores", "gpu"}
+    assert set(result["versions"]) == {"python", "torch", "transformers", "peagle", "commit"}
+    assert result["machine"]["cores"] >= 1
+    assert result["versions"] == provenance()["versions"]
+    assert result["results"]["rows"][0]["accepted_share_per_position"] == [0.7, 0.45, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "cells"),
+    [
+        ("acceptance-x", ACCEPTANCE, "| mt_bench | 0.7 | 3 | **2.44** | 2.10 | 0.70 0.45 0.25 | 80 | 20,480 |"),
+        ("cpu-speed-x", SPEED, "| 5 | 30.0 | 45.1 | **1.50x** | 2.60 | 10 | 1,280 |"),
+        ("lossless-x", LOSSLESS, "| 0 | 7 | 8 | 49 of 50 |"),
+    ],
+)
+def test_tables(tmp_path, name, row, cells):
+    block = render_block(name, write_and_read(tmp_path, name, row))
+    header, ruler, body, *rest = block.splitlines()
+    assert body == cells
+    assert header.count("|") == ruler.count("|") == body.count("|")
+    assert "`python x.py`" in rest[-1]
+    assert f"benchmarks/results/{name}.json" in rest[-1]
+
+
+def test_markdown_table():
+    assert markdown_table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+
+
+def test_a_result_not_there_yet_says_so():
+    assert "Not measured yet" in render_block("acceptance-x", None)
+
+
+def test_unknown_names_are_refused(tmp_path):
+    with pytest.raises(PeagleError, match="no table is known"):
+        render_block("other", write_and_read(tmp_path, "other", SPEED))
+
+
+def test_nothing_half_written_stays(tmp_path):
+    path = tmp_path / "acceptance-x.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        write_result(path, "acceptance-x", {}, {"rows": [object()]})
+    assert path.read_text() == "old"
+    with pytest.raises(PeagleError, match="cannot write the result"):
+        write_result(path / "below-a-file.json", "acceptance-x", {}, {"rows": []})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["acceptance-x.json"]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", json.dumps({"name": "x"})])
+def test_files_that_are_no_result(tmp_path, text):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(PeagleError, match=r"r\.json"):
+        read_result(path)

@@ -1,0 +1,72 @@
+"""Output never depends on the drafter, on K, or on who shares the batch."""
+
+import pytest
+
+from peagle.engine.request import RequestOutput
+from peagle.sampling import SamplingParams
+from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
+
+PROMPTS = random_prompts(10)
+
+
+def sampled(temperature: float, **more: object) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=40, temperature=temperature, seed=100 + i, **more) for i in range(len(PROMPTS))]
+
+
+def plain_outputs(params: list[SamplingParams]) -> list[RequestOutput]:
+    """Each prompt alone, one token a step."""
+    llm = tiny_llm()
+    llm.set_speculation(False)
+    return [llm.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculation_changes_nothing(k: int, temperature: float):
+    params = sampled(temperature)
+    plain = plain_outputs(params)
+    llm = tiny_llm(k)
+    assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
+    force_drafts(llm, plain, seed=k)
+    forced = llm.generate(PROMPTS, params)
+    assert [o.token_ids for o in forced] == [o.token_ids for o in plain]
+    assert [(o.text, o.finish_reason) for o in forced] == [(o.text, o.finish_reason) for o in plain]
+    assert sum(o.stats.num_accepted_tokens for o in forced) > 20 * len(PROMPTS) * (k > 1)  # drafts did take part
+    alone = [llm.generate([p], s)[0].token_ids for p, s in zip(PROMPTS[:3], params[:3], strict=True)]
+    assert alone == [o.token_ids for o in plain[:3]]
+
+
+@pytest.mark.parametrize("engine", [{"max_num_batched_tokens": 5}, {"max_num_seqs": 2}, {"num_kv_blocks": 40}])
+def test_chunks_slots_and_scarce_blocks_change_nothing(engine: dict[str, int]):
+    params = sampled(0.8, top_k=20, top_p=0.9)
+    plain = plain_outputs(params)
+    llm = tiny_llm(3, **engine)
+    outputs = llm.generate(PROMPTS, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert llm._pool.num_free == llm._pool.num_blocks
+
+
+def test_mixed_sampling_in_one_batch():
+    mixed = [
+        SamplingParams(max_tokens=20 + i, temperature=[0.0, 0.7, 1.3][i % 3], seed=i, top_k=[0, 5][i % 2], top_p=0.95)
+        for i in range(len(PROMPTS))
+    ]
+    outputs = tiny_llm(4).generate(PROMPTS, mixed)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain_outputs(mixed)]
+
+
+def test_requests_at_the_length_limit_finish_exactly():
+    """Prompts of every length up to the context, so that drafts reach past its end in every possible way."""
+    limit = 64
+    prompts = [random_prompts(1, seed=n, longest=2)[0] * n for n in range(1, limit)]
+    params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+    llm = tiny_llm(5, max_model_len=limit)
+    outputs = llm.generate(prompts, params)
+    llm.set_speculation(False)
+    for prompt, output, plain in zip(prompts, outputs, llm.generate(prompts, params), strict=True):
+        assert len(output.token_ids) == limit - len(prompt)
+        assert output.finish_reason == "length"
+        assert output.token_ids == plain.token_ids
+    force_drafts(llm, outputs, seed=0, right=0.95)
+    llm.set_speculation(True)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in outputs]

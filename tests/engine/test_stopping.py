@@ -1,0 +1,145 @@
+"""EOS, stop strings, stop ids and max_tokens end a request at the exact token, inside an accepted run too."""
+
+import pytest
+import torch
+
+from peagle.engine.text import TextStream
+from peagle.errors import PeagleError
+from peagle.sampling import SamplingParams
+from tests.engine.tiny import EOS, force_drafts, random_prompts, tiny_llm, tiny_tokenizer
+
+PROMPTS = random_prompts(6, seed=9)
+LONG = SamplingParams(max_tokens=60, temperature=0.9, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm_and_plain():
+    llm = tiny_llm(7)
+    llm.set_speculation(False)
+    plain = llm.generate(PROMPTS, LONG)
+    llm.set_speculation(True)
+    force_drafts(llm, plain, seed=0, right=0.97)  # nearly every stop falls inside an accepted run
+    return llm, plain
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 23])
+def test_max_tokens(llm_and_plain, max_tokens: int):
+    llm, plain = llm_and_plain
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=5, ignore_eos=True)
+    for output, whole in zip(llm.generate(PROMPTS, params), plain, strict=True):
+        assert output.token_ids == whole.token_ids[:max_tokens]
+        assert output.finish_reason == "length"
+        emitted = output.stats.num_accepted_tokens + output.stats.num_rounds + 1
+        assert max_tokens <= emitted <= max_tokens + 1  # the last round may end on a draft, without its bonus token
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 12, 30])
+def test_stop_token_ids_and_eos(llm_and_plain, at: int):
+    llm, plain = llm_and_plain
+    for i, whole in enumerate(plain):
+        stop = whole.token_ids[at]
+        first = whole.token_ids.index(stop)
+        params = SamplingParams(max_tokens=60, temperature=0.9, seed=5, ignore_eos=True, stop_token_ids=(stop,))
+        prompts = [PROMPTS[i]] if i else PROMPTS[:1]
+        saved = plain[0]
+        plain[0] = whole  # a lone request has index 0
+        output = llm.generate(prompts, params)[0]
+        plain[0] = saved
+        assert output.token_ids == whole.token_ids[: first + 1]
+        assert output.finish_reason == "stop"
+
+
+def test_eos_ends_a_request_unless_ignored(llm_and_plain):
+    llm, plain = llm_and_plain
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=5)
+    for output, whole in zip(llm.generate(PROMPTS, params), plain, strict=True):
+        if EOS in whole.token_ids:
+            assert output.token_ids == whole.token_ids[: whole.token_ids.index(EOS) + 1]
+            assert output.finish_reason == "stop"
+        else:
+            assert output.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("start", [0, 3, 20])
+def test_stop_strings(llm_and_plain, start: int, length: int):
+    llm, plain = llm_and_plain
+    text = plain[0].text
+    stop = text[start : start + length]
+    params = SamplingParams(max_tokens=60, temperature=0.9, seed=5, ignore_eos=True, stop=(stop, "never-there"))
+    pieces: list[str] = []
+    output = llm.generate(PROMPTS[:1], params, on_delta=lambda _, piece: pieces.append(piece))[0]
+    assert output.text == text[: text.index(stop)]
+    assert "".join(pieces) == output.text
+    assert output.finish_reason == "stop"
+    decoded = llm.tokenizer.decode(output.token_ids)
+    assert stop in decoded and stop not in llm.tokenizer.decode(output.token_ids[:-1])
+
+
+def test_streamed_pieces_add_up(llm_and_plain):
+    llm, plain = llm_and_plain
+    pieces: dict[int, str] = {i: "" for i in range(len(PROMPTS))}
+
+    def collect(index: int, piece: str) -> None:
+        pieces[index] += piece
+
+    llm.generate(PROMPTS, LONG, on_delta=collect)
+    assert [pieces[i] for i in range(len(PROMPTS))] == [o.text for o in plain]
+
+
+def test_an_exception_in_a_callback_frees_everything(llm_and_plain):
+    llm, plain = llm_and_plain
+
+    def interrupt(index: int, piece: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, LONG, on_delta=interrupt)
+    assert llm._pool.num_free == llm._pool.num_blocks
+    assert [o.token_ids for o in llm.generate(PROMPTS, LONG)] == [o.token_ids for o in plain]
+
+
+def test_half_characters_are_held_back():
+    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    text = "naïve – 東京 🦅!"
+    ids = fast.encode(text)
+    stream, shown = TextStream(fast, ("東🦅",)), []
+    for token in ids:
+        stream.push(token)
+        shown.append(stream.take())
+    shown.append(stream.take(final=True))
+    assert "".join(shown) == text
+    assert not any("\ufffd" in piece for piece in shown)
+    cut = TextStream(fast, ())
+    for token in ids[:-2]:  # ends inside the four bytes of the eagle
+        cut.push(token)
+    assert cut.finish(ids[:-2]) == text[:-2] + "\ufffd"
+
+
+def test_bad_prompts_are_named_before_any_work():
+    llm = tiny_llm(3, max_model_len=32)
+    params = SamplingParams(max_tokens=4)
+    with pytest.raises(PeagleError, match="prompt 1 has 32 tokens"):
+        llm.generate([[2, 3], [5] * 32], params)
+    with pytest.raises(PeagleError, match="prompt 0 is empty"):
+        llm.generate([[]], params)
+    with pytest.raises(PeagleError, match="outside 0 .. 95"):
+        llm.generate([[96]], params)
+    with pytest.raises(PeagleError, match="2 sampling params"):
+        llm.generate([[2]], [params, params])
+    with pytest.raises(PeagleError, match="max_model_len is 4096"):
+        tiny_llm(3, max_model_len=4096)
+    assert llm.generate([[5] * 31], params)[0].finish_reason == "length"
+
+
+def test_tokenizer_of_the_tiny_engine_round_trips():
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("abcXYZ123", add_special_tokens=False)) == "abcXYZ123"
+    assert torch.tensor(tokenizer.encode("ab")).max() < 96

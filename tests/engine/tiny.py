@@ -1,0 +1,86 @@
+"""A tiny random engine, and drafts forced to any accept pattern."""
+
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from peagle.config import EngineConfig
+from peagle.drafters.init import new_drafter
+from peagle.engine.engine import LLM
+from peagle.engine.request import RequestOutput
+from peagle.models.decoder import TargetModel
+from peagle.models.layers import RopeSpec
+from peagle.models.spec import ModelSpec
+from peagle.models.target import Target
+from peagle.models.weights import random_weights
+
+EOS = 1
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    sizes = dict(
+        family="llama", vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
+        head_dim=8, rms_norm_eps=1e-5, rope=RopeSpec(theta=1e4, head_dim=8), max_position_embeddings=128,
+        qkv_bias=False, o_bias=False, mlp_bias=False, tie_word_embeddings=True, bos_token_id=0, eos_token_ids=(EOS,),
+    )  # fmt: skip
+    return ModelSpec(**{**sizes, **changes})
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable character, then made-up two-character words up to 96 ids."""
+    words = ["<s>", "</s>", *string.ascii_letters, *string.digits, *(f"{c}{c}" for c in string.ascii_letters)]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words[:96])}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def tiny_llm(k: int = 3, *, dtype: torch.dtype = torch.float32, seed: int = 0, **engine: Any) -> LLM:
+    """Random target and random two-layer head; `engine` overrides `EngineConfig`."""
+    spec = tiny_spec()
+    model = TargetModel(spec).eval().requires_grad_(False)
+    random_weights(model, seed)
+    target = Target("tiny", Path("tiny"), spec, model.to(dtype), tiny_tokenizer())
+    drafter = new_drafter(
+        spec, target.model, num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95, seed=seed + 1, target_init=False
+    )
+    drafter = drafter.to(dtype).eval().requires_grad_(False)
+    return LLM.from_parts(target, drafter, k, EngineConfig(**{"block_size": 4, "max_num_seqs": 8, **engine}))
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, 95, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def force_drafts(llm: LLM, plain: Sequence[RequestOutput], seed: int, right: float = 0.8) -> None:
+    """Make the drafter propose what the target will say, each draft kept with probability `right`, else wrong.
+
+    The real drafter still runs, so its cache is exercised by every accept pattern.
+    """
+    rng = np.random.default_rng(seed)
+    step, original = llm._step, llm._step._draft
+
+    def drafts(batch: Any, *args: Any) -> Tensor:
+        real_BK = original(batch, *args)
+        accepted_B = args[_index_of_accepted(args)].tolist()
+        by_slot = {r.slot: r for r in llm._scheduler.running}
+        for i, slot in enumerate(batch.slot_B.tolist()):
+            request = by_slot[slot]
+            known = plain[request.index].token_ids[len(request.output_ids) + accepted_B[i] + 1 :]
+            for j, token in enumerate(known[: real_BK.shape[1]]):
+                real_BK[i, j] = token if rng.random() < right else (token + 1) % 95
+        return real_BK
+
+    step._draft = drafts  # type: ignore[method-assign]
+
+
+def _index_of_accepted(args: tuple[Any, ...]) -> int:
+    return next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.ndim == 1 and a.dtype == torch.int64)

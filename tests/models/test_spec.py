@@ -1,0 +1,120 @@
+"""Reading config.json: what is understood, in every spelling, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from peagle.errors import PeagleError
+from peagle.models.layers import Llama3Scaling
+from peagle.models.spec import ModelSpec, spec_from_hf
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+RULE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
+
+
+def read(config: dict[str, Any], generation: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    return spec_from_hf({**config, **changes}, generation)
+
+
+def test_defaults_follow_transformers() -> None:
+    bare = {
+        k: v for k, v in LLAMA.items() if k not in ("architectures", "num_key_value_heads", "rope_theta", "hidden_act")
+    }
+    spec = spec_from_hf(bare)
+    assert (spec.head_dim, spec.num_kv_heads, spec.rope.theta, spec.rope.scaling) == (8, 8, 10000.0, None)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.tie_word_embeddings) == (False, False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "biases"),
+    [
+        ({**LLAMA, "attention_bias": True}, (True, True, False)),
+        ({**LLAMA, "mlp_bias": True}, (False, False, True)),
+        ({**QWEN2, "attention_bias": False}, (True, False, False)),  # Qwen2 has its biases whatever the config says
+    ],
+)
+def test_biases(config: dict[str, Any], biases: tuple[bool, bool, bool]) -> None:
+    spec = spec_from_hf(config)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == biases
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {**RULE, "original_max_position_embeddings": 128}},
+        {"rope_theta": 5e5, "rope_scaling": {**RULE, "original_max_position_embeddings": 128, "type": "llama3"}},
+        {"rope_theta": None, "rope_parameters": {**RULE, "original_max_position_embeddings": 128, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_parameters": {**RULE, "original_max_position_embeddings": 128}},
+    ],
+)
+def test_both_spellings_of_rope_scaling(rope: dict[str, Any]) -> None:
+    spec = read(LLAMA, **rope)
+    assert spec.rope.theta == 5e5
+    assert spec.rope.scaling == SCALING
+
+
+def test_plain_rope_parameters() -> None:
+    spec = read(LLAMA, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 7e4})
+    assert spec.rope.theta == 7e4
+    assert spec.rope.scaling is None
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        (2, {"eos_token_id": [5, 6]}, (5, 6)),
+        ([2, 3], {}, (2, 3)),
+        ([2, 3], {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": None}, ()),
+    ],
+)
+def test_end_tokens(own: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    assert read(LLAMA, generation, eos_token_id=own).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3_text"}, r"model_type 'gemma3_text' is not supported: expected 'llama' or 'qwen2'"),
+        ({"model_type": None}, "model_type None"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 is not a target"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'.*'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor None"),
+        ({"rope_scaling": "llama3"}, "rope_scaling 'llama3' is not an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_sliding_window": True}, "use_sliding_window true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "full attention in every layer"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"head_dim": 7}, "head_dim 7"),
+        ({"hidden_size": None}, "hidden_size None"),
+        ({"vocab_size": "many"}, "vocab_size 'many'"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers 1.5"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0"),
+    ],
+)
+def test_refusals_name_the_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PeagleError, match=message) as caught:
+        read(LLAMA, **changes)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,75 @@
+"""The interactive conversation: history, commands, Ctrl-C, and messages the engine refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.acceptance import AcceptanceStats
+from peagle.chat import Conversation, run_chat
+from peagle.errors import PeagleError
+
+
+class FakeLLM:
+    """Echoes the last message in two pieces; some messages make it fail."""
+
+    def __init__(self):
+        self.asked = []
+
+    def chat(self, conversations, params, *, on_delta):
+        (messages,) = conversations
+        self.asked.append([message["content"] for message in messages])
+        text = messages[-1]["content"]
+        if text == "too long":
+            raise PeagleError("prompt 0 has 9000 tokens")
+        on_delta(0, "you said ")
+        if text == "stop":
+            raise KeyboardInterrupt
+        on_delta(0, text)
+        stats = AcceptanceStats()
+        stats.record(2, 3)
+        return [SimpleNamespace(token_ids=[1, 2, 3], tokens_per_second=42.0, stats=stats, finish_reason="stop")]
+
+
+def talk(*lines):
+    """Run a chat over the given input lines; an exception among them is raised in place of a line."""
+    llm, left = FakeLLM(), list(lines)
+
+    def read(_):
+        if not left:
+            raise EOFError
+        line = left.pop(0)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    run_chat(llm, None, read)
+    return llm
+
+
+def test_history_grows_and_reset_clears_it(capsys):
+    llm = talk("one", "  ", "two", "/reset", "three", "/exit", "never")
+    assert llm.asked == [["one"], ["one", "you said one", "two"], ["three"]]
+    out = capsys.readouterr().out
+    assert "you said two" in out
+    assert "3 tokens, 42.0 tok/s, acceptance length 3.00" in out
+
+
+def test_ctrl_c_stops_an_answer_and_what_was_said_stays(capsys):
+    assert talk("stop", "next").asked[1] == ["stop", "you said ", "next"]
+    assert "Ctrl-C again leaves" in capsys.readouterr().out
+
+
+def test_ctrl_c_at_the_prompt_leaves():
+    with pytest.raises(KeyboardInterrupt):
+        talk("one", KeyboardInterrupt)
+
+
+def test_a_refused_message_is_forgotten(capsys):
+    assert talk("one", "too long", "two").asked[2] == ["one", "you said one", "two"]
+    assert "/reset starts over" in capsys.readouterr().out
+
+
+def test_conversation_writes_pieces_as_they_come():
+    pieces = []
+    Conversation(FakeLLM(), None, pieces.append).answer("hi")
+    assert pieces[:2] == ["you said ", "hi"]

@@ -1,0 +1,265 @@
+"""The command line: help, one-line errors with their exit status, and generation end to end on a tiny model."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.cli import app
+from peagle.config import PrepareConfig, TrainConfig
+from peagle.drafters.checkpoint import save_drafter
+from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
+from peagle.errors import PeagleError
+from peagle.exits import explain, run
+from peagle.models.layers import RopeSpec
+from tests.models.tiny import SIZES, tiny_gguf
+
+VERBS = ("generate", "chat", "prepare", "train", "inspect", "export", "demo")
+ROOT = Path(__file__).resolve().parents[1]
+JSON_FIELDS = [
+    "prompt",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "num_rounds",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "acceptance_length",
+    "accepted_per_position",
+    "tokens_per_second",
+]
+
+
+def environment(**extra):
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def peagle(*arguments, **extra):
+    command = [sys.executable, "-m", "peagle", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**extra), timeout=120)
+
+
+def write_head(path, **changes):
+    """A random head that fits the tiny llama target, in the full layout."""
+    sizes = dict(
+        hidden_size=SIZES["hidden_size"],
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=10000.0, head_dim=12),
+        max_position_embeddings=SIZES["max_position_embeddings"],
+        vocab_size=SIZES["vocab_size"],
+        draft_vocab_size=SIZES["vocab_size"],
+        target_hidden_size=SIZES["hidden_size"],
+        tap_ids=(0, 1, 2),
+        mask_token_id=300,
+    )
+    torch.manual_seed(0)
+    drafter = PEagleDrafter(DrafterConfig(**{**sizes, **changes}))
+    torch.nn.init.normal_(drafter.mask_embedding)
+    save_drafter(drafter, path, compact=False, base_model="tiny", extra={})
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(GGUF file, head, folder) of a random model; conversions go to a cache of their own."""
+    folder = tmp_path_factory.mktemp("tiny")
+    os.environ["PEAGLE_CACHE"] = str(folder / "cache")
+    yield tiny_gguf(folder / "tiny.gguf"), write_head(folder / "head"), folder
+    del os.environ["PEAGLE_CACHE"]
+
+
+def fails(capsys, *arguments):
+    """Run in this process, expect exit status 2 and one line on stderr, return the line."""
+    status = run(app, [str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith(("peagle: loading", "peagle: converting"))]
+    assert status == 2, err
+    assert len(lines) == 1, err
+    assert lines[0].startswith("peagle: ")
+    assert not out
+    return lines[0]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_examples(verb):
+    done = peagle(verb, "--help", COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    assert "Examples" in done.stdout
+    assert f"peagle {verb}" in done.stdout.split("Examples")[1]
+
+
+def test_help_without_a_verb():
+    done = peagle()
+    assert done.returncode == 0
+    assert all(verb in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize(("verb", "config"), [("prepare", PrepareConfig), ("train", TrainConfig)])
+def test_every_setting_has_a_flag(verb, config):
+    text = peagle(verb, "--help", COLUMNS="200").stdout
+    for field in fields(config):
+        assert "--" + field.name.replace("_", "-") in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate",), "Missing argument 'MODEL'"),
+        (("generate", "m", "--colour"), "No such option: --colour"),
+        (("generate", "m", "--max-tokens", "many"), "--max-tokens"),
+        (("fly",), "No such command 'fly'"),
+        (("generate", "m"), "either --prompt TEXT or --prompts-file"),
+        (("generate", "m", "--prompt", "a", "--prompts-file", "b"), "either --prompt TEXT or --prompts-file"),
+        (("generate", "m", "--prompts-file", "missing.jsonl"), "cannot read the prompts file missing.jsonl"),
+        (("generate", "m", "--prompt", "a", "--speculative-config", '{"model": '), "not valid JSON at character"),
+        (("generate", "m", "--prompt", "a", "--speculative-config", "[]"), "must be an object"),
+        (
+            ("generate", "m", "--prompt", "a", "--speculative-config", '{"model": "d"}'),
+            "lacks 'num_speculative_tokens'",
+        ),
+        (("generate", "m", "--prompt", "a", "--speculative-config", "{}", "--head", "d"), "leave out --head"),
+        (("generate", "m", "--prompt", "a", "--head", "d", "--num-speculative-tokens", "0"), "from 1 to 16"),
+        (("generate", "m", "--prompt", "a", "--num-speculative-tokens", "3"), "add --head DIR"),
+        (("generate", "m", "--prompt", "a", "--temperature", "-1"), "temperature is -1.0"),
+        (("generate", "m", "--prompt", "a", "--dtype", "int3"), "dtype 'int3' is not supported"),
+        (("generate", "no-such-model", "--prompt", "a"), "model 'no-such-model' not found"),
+        (("chat", "no-such-model", "--top-p", "0"), "top_p is 0.0"),
+        (("inspect", "no-such-head"), "no-such-head"),
+        (("export", "no-such-head", "--out", "x"), "no-such-head"),
+        (("train", "m", "--data", "d", "--out", "o", "--num-layers", "0"), "num_layers is 0"),
+        (("train", "m", "--data", "d", "--out", "o", "--tap-ids", "1,b"), "--tap-ids is '1,b'"),
+        (("train", "no-such-model", "--data", "no-such-data", "--out", "o"), "no-such"),
+        (("prepare", "no-such-model", "--prompts", "missing.jsonl", "--out", "o"), "missing.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in fails(capsys, *arguments)
+
+
+def test_a_bad_command_line_in_a_process():
+    done = peagle("generate", "no-such-model", "--prompt", "a")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_errors_of_the_system_become_one_line():
+    full = explain(OSError(errno.ENOSPC, "No space left on device", "out/shard"))
+    assert full is not None
+    assert "out/shard: No space left on device; free some space" in full
+    denied = explain(PermissionError(errno.EACCES, "Permission denied", "out"))
+    assert denied is not None
+    assert "choose a folder you may write to" in denied
+    assert explain(PeagleError("two\nlines")) == "two lines"
+    assert "out of memory" in str(explain(MemoryError("x")))
+    assert explain(ValueError("a bug")) is None
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr("peagle.cli.choose_speculation", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(app, ["chat", "m"])
+
+
+def test_generate_json_end_to_end(tiny):
+    model, head, folder = tiny
+    prompts = folder / "prompts.jsonl"
+    rows = ({"prompt": "hello"}, {"turns": ["hell", "later"]}, {"messages": [{"role": "user", "content": "he"}]})
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    common = ("generate", model, "--prompts-file", prompts, "--max-tokens", 12, "--json", "--temperature", 0.8)
+    common = (*common, "--seed", 3)
+    drafted = peagle(*common, "--head", head, "--num-speculative-tokens", 3)
+    plain = peagle(*common, "--head", head, "--no-speculation")
+    assert drafted.returncode == plain.returncode == 0, drafted.stderr + plain.stderr
+    with_drafts, without = ([json.loads(line) for line in done.stdout.splitlines()] for done in (drafted, plain))
+    assert len(with_drafts) == len(rows)
+    for record, reference in zip(with_drafts, without, strict=True):
+        assert list(record) == JSON_FIELDS
+        assert record["token_ids"] == reference["token_ids"]
+        assert record["text"] == reference["text"]
+        assert record["num_draft_tokens"] == 3 * record["num_rounds"] > 0
+        assert sum(record["accepted_per_position"]) == record["num_accepted_tokens"]
+        assert reference["num_draft_tokens"] == 0
+    assert with_drafts[1]["prompt"] == "<|im_start|>hell<|im_end|>"
+
+
+def test_generate_streams_text_and_prints_figures(tiny, capsys):
+    model, head, _ = tiny
+    config = json.dumps(
+        {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "parallel_drafting": True}
+    )
+    arguments = (
+        "generate",
+        str(model),
+        "--prompt",
+        "hello",
+        "--raw",
+        "--max-tokens",
+        "8",
+        "--speculative-config",
+        config,
+    )
+    assert run(app, list(arguments)) == 0
+    out, err = capsys.readouterr()
+    assert run(app, [*arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["prompt"] == "hello"
+    assert out == record["text"] + "\n"
+    assert "8 tokens, " in err
+    assert "acceptance length 1." in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(target_hidden_size=24), "hidden size 24"),
+        (dict(vocab_size=300, draft_vocab_size=300, mask_token_id=299), "vocabulary size 300"),
+        (dict(tap_ids=(0, 1, 9)), "taps layer 9"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(tiny, capsys, tmp_path, changes, says):
+    head = write_head(tmp_path / "head", **changes)
+    arguments = ("generate", tiny[0], "--prompt", "hello", "--head", head, "--num-speculative-tokens", 2)
+    assert says in fails(capsys, *arguments)
+    assert run(app, ["inspect", str(head), "--target", str(tiny[0])]) == 2
+
+
+def test_a_prompt_longer_than_the_context(tiny, capsys):
+    line = fails(capsys, "generate", tiny[0], "--raw", "--prompt", "x " * SIZES["max_position_embeddings"])
+    assert f"context of {SIZES['max_position_embeddings']}" in line
+
+
+def test_inspect_and_export(tiny, capsys, tmp_path):
+    _, head, _ = tiny
+    assert run(app, ["inspect", str(head)]) == 0
+    assert "problems       none" in capsys.readouterr().out
+    assert run(app, ["export", str(head), "--out", str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported" / "config.json").is_file()
+    capsys.readouterr()
+    (tmp_path / "file").write_text("")
+    fails(capsys, "export", head, "--out", tmp_path / "file" / "below")
+
+
+def test_ctrl_c_leaves_the_chat_with_status_130(tiny):
+    command = [sys.executable, "-m", "peagle", "chat", str(tiny[0])]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, env=environment(), text=True, **pipes) as process:
+        assert process.stdout.readline().startswith("Type a message")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "peagle: interrupted" in err
+    assert "Traceback" not in err

@@ -1,0 +1,94 @@
+"""The sampling rule: its noise, its filters, its law."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.errors import PeagleError
+from peagle.sampling import RowSampling, SamplingParams, filter_logits, gumbel_noise, sample_tokens
+
+
+def rows(count: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 7) -> RowSampling:
+    full = lambda value, dtype: torch.full((count,), value, dtype=dtype)  # noqa: E731
+    return RowSampling(
+        full(temperature, torch.float32), full(top_k, torch.int64), full(top_p, torch.float32),
+        full(seed, torch.int64), torch.arange(count), top_k > 0 or top_p < 1,
+    )  # fmt: skip
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), st.integers(0, 200_000))
+@settings(max_examples=50, deadline=None)
+def test_noise_depends_on_seed_index_and_token_only(seed: int, index: int, token: int):
+    tokens = torch.tensor([token, token + 1, token + 2])
+    alone = gumbel_noise(torch.tensor([seed]), torch.tensor([index]), tokens[:1])
+    crowd = gumbel_noise(torch.tensor([seed ^ 1, seed]), torch.tensor([index, index]), tokens)
+    assert crowd[1, 0] == alone[0, 0]
+    assert len(set(crowd.flatten().tolist())) == 6
+
+
+def test_noise_is_standard_gumbel():
+    noise = gumbel_noise(torch.arange(40), torch.arange(40) * 3, torch.arange(50_000)).double()
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.003)
+    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.01)
+    # Kolmogorov-Smirnov distance to exp(-exp(-x)) over 2 M draws
+    ordered = noise.flatten().sort().values
+    empirical = torch.arange(1, len(ordered) + 1, dtype=torch.float64) / len(ordered)
+    assert (torch.exp(-torch.exp(-ordered)) - empirical).abs().max() < 2e-3
+    neighbours = torch.corrcoef(torch.stack((noise[:-1].flatten(), noise[1:].flatten())))[0, 1]
+    assert abs(neighbours) < 3e-3
+
+
+@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.5, 5, 1.0), (1.0, 8, 0.8)])
+def test_frequencies_follow_the_filtered_softmax(temperature: float, top_k: int, top_p: float):
+    torch.manual_seed(1)
+    count = 200_000
+    logits = torch.randn(1, 12) * 2
+    sampling = rows(count, temperature=temperature, top_k=top_k, top_p=top_p)
+    tokens = sample_tokens(logits.expand(count, 12), sampling)
+    observed = torch.bincount(tokens, minlength=12) / count
+    scaled = logits / temperature
+    expected = filter_logits(scaled, torch.tensor([top_k]), torch.tensor([top_p])).softmax(-1)[0]
+    assert observed[expected == 0].sum() == 0
+    chi_square = (count * (observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert chi_square < 45  # 11 degrees of freedom: p < 1e-5 beyond
+
+
+def test_top_k_and_top_p_keep_what_they_should():
+    logits = torch.log(torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]]))
+    keep = lambda k, p: filter_logits(logits, torch.tensor([k]), torch.tensor([p])).isfinite()[0].tolist()  # noqa: E731
+    assert keep(2, 1.0) == [False, True, False, True, False]
+    assert keep(0, 0.5) == [False, True, False, True, False]  # .4 < .5, so the token that crosses it stays
+    assert keep(0, 0.4 - 1e-3) == [False, True, False, False, False]
+    assert keep(1, 1e-6) == [False, True, False, False, False]
+    assert keep(0, 1.0) == [True] * 5
+
+
+def test_greedy_and_sampled_rows_mix():
+    logits = torch.randn(2, 50)
+    mixed = RowSampling(
+        torch.tensor([0.0, 1.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.tensor([3, 3]),
+        torch.tensor([4, 4]), False,
+    )  # fmt: skip
+    tokens = sample_tokens(logits, mixed)
+    noise = gumbel_noise(torch.tensor([3]), torch.tensor([4]), torch.arange(50))[0]
+    assert tokens.tolist() == [logits[0].argmax().item(), (logits[1] + noise).argmax().item()]
+
+
+def test_a_draft_vocabulary_sees_the_noise_of_its_target_ids():
+    ids = torch.tensor([4, 9, 30])
+    full = torch.full((6, 40), -torch.inf)
+    full[:, ids] = torch.randn(6, 3)
+    in_target = sample_tokens(full, rows(6))
+    in_draft = ids[sample_tokens(full[:, ids], rows(6), ids)]
+    assert in_target.tolist() == in_draft.tolist()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1},
+            {"top_k": -2}, {"seed": -1}, {"stop": ("",)}],
+)  # fmt: skip
+def test_bad_parameters_are_named(bad: dict):
+    with pytest.raises(PeagleError, match=next(iter(bad))):
+        SamplingParams(**bad)

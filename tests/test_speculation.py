@@ -1,0 +1,48 @@
+"""Which head the flags choose."""
+
+import pytest
+
+from peagle import speculation
+from peagle.config import SpeculativeConfig
+from peagle.errors import PeagleError
+from peagle.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, choose_speculation, shipped_head
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A checkout that ships a head."""
+    head = tmp_path / "heads" / "smollm2-135m-instruct-p-eagle"
+    head.mkdir(parents=True)
+    (head / "config.json").write_text("{}")
+    monkeypatch.setattr(speculation.peagle, "__file__", str(tmp_path / "peagle" / "__init__.py"))
+    return head
+
+
+def test_the_shipped_head_is_the_default_of_its_model_only(shipped):
+    chosen = choose_speculation("smollm2-135m")
+    assert chosen == SpeculativeConfig(model=str(shipped), num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
+    assert choose_speculation("smollm2-135m", num_speculative_tokens=7).num_speculative_tokens == 7
+    assert choose_speculation("org/other") is None
+
+
+def test_disabled_wins(shipped):
+    assert choose_speculation("smollm2-135m", disabled=True) is None
+    assert choose_speculation("m", head="d", disabled=True) is None
+
+
+def test_without_the_folder_there_is_no_shipped_head(shipped):
+    (shipped / "config.json").unlink()
+    assert shipped_head("smollm2-135m") is None
+    assert choose_speculation("smollm2-135m") is None
+
+
+def test_flags_name_the_head():
+    assert choose_speculation("m", head="d", num_speculative_tokens=3) == SpeculativeConfig(
+        model="d", num_speculative_tokens=3
+    )
+    json = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 3, "parallel_drafting": true}'
+    assert choose_speculation("m", speculative_config=json).num_speculative_tokens == 3
+    with pytest.raises(PeagleError, match="leave out --head"):
+        choose_speculation("m", speculative_config=json, head="d")
+    with pytest.raises(PeagleError, match="add --head DIR"):
+        choose_speculation("m", num_speculative_tokens=3)

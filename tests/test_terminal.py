@@ -1,0 +1,25 @@
+"""Answers are shown in prompt order, whatever order they finish in."""
+
+from types import SimpleNamespace
+
+from peagle.bench.datasets import PromptRow
+from peagle.terminal import OrderedAnswers, prompt_text
+
+
+def test_answers_come_in_prompt_order():
+    seen = []
+    answers = OrderedAnswers(3, seen.append, lambda output: seen.append(f"<{output}>"))
+    answers.on_delta(1, "b1")
+    answers.on_delta(0, "a1")
+    answers.on_finish(2, "C")
+    answers.on_delta(1, "b2")
+    answers.on_delta(0, "a2")
+    answers.on_finish(0, "A")
+    answers.on_delta(1, "b3")
+    answers.on_finish(1, "B")
+    assert seen == ["a1", "a2", "<A>", "b1b2", "b3", "<B>", "", "<C>"]
+
+
+def test_prompt_text_without_a_template_is_the_text():
+    tokenizer = SimpleNamespace(chat_template=None)
+    assert prompt_text(tokenizer, PromptRow.of_user("Hi"), raw=False) == "Hi"
