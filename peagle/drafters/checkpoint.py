@@ -24,7 +24,7 @@ from peagle.drafters.quantize import quantize_rows
 from peagle.drafters.vocab import target_ids
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
-from peagle.models.layers import rope_inverse_frequencies
+from peagle.models.layers import Rope
 from peagle.models.spec import ModelSpec
 
 BASE_MODEL_KEY = "base_model"
@@ -76,7 +76,7 @@ def load_drafter(
         state[name] = tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=copy)
     drafter = layout.meta_drafter(config)
     drafter.load_state_dict(state, assign=True)
-    drafter.inv_freq = rope_inverse_frequencies(config.rope).to(device)
+    drafter.rope = Rope(config.rope).to(device)  # derived, not in the file, and still on the meta device
     return drafter.requires_grad_(trainable).eval()
 
 

@@ -15,10 +15,9 @@ from peagle.models.layers import (
     Attention,
     DecoderLayer,
     RMSNorm,
+    Rope,
     RopeSpec,
     SwiGLU,
-    rope_inverse_frequencies,
-    rope_tables,
 )
 
 
@@ -78,7 +77,6 @@ class FusionLayer(nn.Module):
 class PEagleDrafter(nn.Module):
     """fc over taps, one fusion layer, N-1 plain layers, own norm and head."""
 
-    inv_freq: Tensor
     d2t: Tensor
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -99,7 +97,7 @@ class PEagleDrafter(nn.Module):
         )  # fmt: skip
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
-        self.register_buffer("inv_freq", rope_inverse_frequencies(c.rope), persistent=False)
+        self.rope = Rope(c.rope)
         # Offsets, vLLM's convention: target id = draft id + d2t[draft id].
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
 
@@ -113,7 +111,7 @@ class PEagleDrafter(nn.Module):
 
     def forward(self, embeds_RH: Tensor, features_RH: Tensor, positions_R: Tensor, attend: Attend) -> Tensor:
         """Final-normed hidden states [R, H] of rows given as (embedding, feature) pairs at RoPE `positions_R`."""
-        cos, sin = rope_tables(positions_R, self.inv_freq, features_RH.dtype)
+        cos, sin = self.rope(positions_R, features_RH.dtype)
         x_RH = self.fusion(embeds_RH, features_RH, cos, sin, attend)
         for layer in self.layers:
             x_RH = layer(x_RH, cos, sin, attend)

@@ -62,7 +62,12 @@ class LLM:
         if speculative_config is not None:
             num_drafts = speculative_config.num_speculative_tokens
             drafter = load_drafter(
-                speculative_config.model, target.model, target.spec, dtype=torch_dtype, device=torch_device
+                speculative_config.model,
+                target.model,
+                target.spec,
+                dtype=torch_dtype,
+                device=torch_device,
+                target_name=target.name,
             )
         self._build(target, drafter, num_drafts, config, torch_device)
 

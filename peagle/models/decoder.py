@@ -10,14 +10,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from peagle.models.layers import Attend, DecoderLayer, RMSNorm, rope_inverse_frequencies, rope_tables
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope
 from peagle.models.spec import ModelSpec
 
 
 class TargetModel(nn.Module):
     """Embedding, decoder layers, final norm and language-model head described by a `ModelSpec`."""
-
-    inv_freq: Tensor
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -32,7 +30,7 @@ class TargetModel(nn.Module):
         )  # fmt: skip
         self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.lm_head = nn.Linear(s.hidden_size, s.vocab_size, bias=False)
-        self.register_buffer("inv_freq", rope_inverse_frequencies(s.rope), persistent=False)
+        self.rope = Rope(s.rope)
         self._tie()
 
     def forward(
@@ -44,7 +42,7 @@ class TargetModel(nn.Module):
         final norm. Without tap ids the second value is None.
         """
         x_RH = self.embed_tokens(input_ids_R)
-        cos_R1D, sin_R1D = rope_tables(positions_R, self.inv_freq, x_RH.dtype)
+        cos_R1D, sin_R1D = self.rope(positions_R, x_RH.dtype)
         streams: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in tap_ids:
@@ -64,12 +62,7 @@ class TargetModel(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        """Behind `.to()` and `.to_empty()`: keep what a blanket conversion of all tensors would break.
-
-        Rotary frequencies stay float32 (rounded to bfloat16 they turn far positions by whole radians) and get values
-        when the model leaves the meta device; tied embeddings stay one Parameter.
-        """
+        """Behind `.to()` and `.to_empty()`: tied embeddings stay one Parameter."""
         super()._apply(fn, recurse)
-        self.inv_freq = rope_inverse_frequencies(self.spec.rope).to(self.inv_freq.device)
         self._tie()
         return self

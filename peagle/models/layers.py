@@ -7,6 +7,7 @@ N query heads, M key/value heads, D head size, V vocabulary, C concatenated taps
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +51,29 @@ def rope_inverse_frequencies(spec: RopeSpec) -> Tensor:
     return (1 - blend) * inv_freq / s.factor + blend * inv_freq
 
 
-def rope_tables(positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [R, 1, D] in `dtype`, computed in float32 (angles lose bits in half precision)."""
-    angles_RD = torch.outer(positions_R.float(), inv_freq).repeat(1, 2)
-    return angles_RD.cos()[:, None].to(dtype), angles_RD.sin()[:, None].to(dtype)
+class Rope(nn.Module):
+    """Rotary tables for given positions.
+
+    The frequencies stay float32 when the model is converted: rounded to bfloat16 they turn far positions by radians.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, spec: RopeSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.register_buffer("inv_freq", rope_inverse_frequencies(spec), persistent=False)
+
+    def forward(self, positions_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [R, 1, D] in `dtype`, computed in float32."""
+        angles_RD = torch.outer(positions_R.float(), self.inv_freq).repeat(1, 2)
+        return angles_RD.cos()[:, None].to(dtype), angles_RD.sin()[:, None].to(dtype)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        """Behind `.to()` and `.to_empty()`: follow the device, keep the dtype, get values when leaving meta."""
+        super()._apply(fn, recurse)
+        self.inv_freq = rope_inverse_frequencies(self.spec).to(self.inv_freq.device)
+        return self
 
 
 def apply_rope(x_RND: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class LogEntry:
         """The entry as one line for people."""
         return (
             f"step {self.step:,} · loss {self.loss:.4f} · accuracy {_shares(self.depth_accuracy)} · "
-            f"AL {self.acceptance_length:.2f} · {self.positions_per_second / 1000:.1f}k positions/s"
+            f"AL {self.acceptance_length:.2f} · {self.positions_per_second:,.0f} positions/s"
         )
 
 

@@ -130,11 +130,15 @@ class Trainer:
         self.optimizers = build_optimizers(self.drafter, config.muon_lr, config.adamw_lr, kind)
         self.running = Running(config.num_depths, self.device)
         self.features = self._feature_source(backend)
-        self.objective = Objective(
-            self.drafter, target.model, self.features, config, backend=backend, dtype=weight.dtype
-        )
+        self.objective = self._objective(config, backend)
+        # Eager: a second set of compiled graphs, without gradients, would cost more than the evaluations of a run.
+        self.held_out_objective = self._objective(replace(config, compile=False), backend)
         self._trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         self._factor = 0.0  # of the last step, for the log
+
+    def _objective(self, config: TrainConfig, backend: Backend) -> Objective:
+        dtype = self.target.model.embed_tokens.weight.dtype
+        return Objective(self.drafter, self.target.model, self.features, config, backend=backend, dtype=dtype)
 
     def _feature_source(self, backend: Backend) -> FeatureSource:
         tap_ids = self.drafter.config.tap_ids
@@ -226,7 +230,7 @@ class Trainer:
         corpus = self.corpus
         if not corpus.held_out:
             return None
-        result = evaluate(self.objective, corpus.held_out, corpus.training, self.layout, self.device)
+        result = evaluate(self.held_out_objective, corpus.held_out, corpus.training, self.layout, self.device)
         monitor.held_out(self.state.step, result)
         return result
 

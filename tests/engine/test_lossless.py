@@ -31,7 +31,7 @@ def test_speculation_changes_nothing(k: int, temperature: float):
     forced = llm.generate(PROMPTS, params)
     assert [o.token_ids for o in forced] == [o.token_ids for o in plain]
     assert [(o.text, o.finish_reason) for o in forced] == [(o.text, o.finish_reason) for o in plain]
-    assert sum(o.stats.num_accepted_tokens for o in forced) > 20 * len(PROMPTS) * (k > 1)  # drafts did take part
+    assert sum(o.stats.num_accepted_tokens for o in forced) > 50  # drafts did take part
     alone = [llm.generate([p], s)[0].token_ids for p, s in zip(PROMPTS[:3], params[:3], strict=True)]
     assert alone == [o.token_ids for o in plain[:3]]
 

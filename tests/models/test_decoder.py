@@ -105,11 +105,11 @@ def test_sequences_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_conversion_keeps_frequencies_and_tying(tied: bool) -> None:
     model = TargetModel(small_spec(tied=tied))
-    frequencies = model.inv_freq.clone()
+    frequencies = model.rope.inv_freq.clone()
     model.to(torch.bfloat16)
     assert model.embed_tokens.weight.dtype == torch.bfloat16
-    assert model.inv_freq.dtype == torch.float32
-    assert torch.equal(model.inv_freq, frequencies)
+    assert model.rope.inv_freq.dtype == torch.float32
+    assert torch.equal(model.rope.inv_freq, frequencies)
     assert (model.lm_head.weight is model.embed_tokens.weight) == tied
     assert ("lm_head.weight" in dict(model.named_parameters())) == (not tied)
     assert "inv_freq" not in model.state_dict()
@@ -121,7 +121,7 @@ def test_empty_model_is_frozen_tied_and_has_frequencies() -> None:
     assert not any(p.requires_grad or p.is_meta for p in model.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.lm_head.weight is model.embed_tokens.weight
-    assert torch.equal(model.inv_freq, TargetModel(small_spec(tied=True)).inv_freq)
+    assert torch.equal(model.rope.inv_freq, TargetModel(small_spec(tied=True)).rope.inv_freq)
 
 
 def test_random_weights_depend_on_the_seed_only() -> None:
