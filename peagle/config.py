@@ -16,7 +16,8 @@ _IGNORED_VLLM_KEYS = frozenset({"draft_tensor_parallel_size", "disable_padded_dr
 class SpeculativeConfig:
     """vLLM's `--speculative-config`, the keys that matter for P-EAGLE.
 
-    `model` is a head directory or Hub id, `num_speculative_tokens` is K. `parallel_drafting` None means: as the head says.
+    `model` is a head directory or Hub id, `num_speculative_tokens` is K. `parallel_drafting` None means: as the head
+    says.
     """
 
     model: str
@@ -45,9 +46,11 @@ class SpeculativeConfig:
         unknown = sorted(set(values) - known - _IGNORED_VLLM_KEYS)
         if unknown:
             raise PeagleError(f"unknown key {unknown[0]!r} in the speculative config: known keys are {sorted(known)}")
-        missing = [key for key in ("model", "num_speculative_tokens") if key not in values]
-        if missing:
-            raise PeagleError(f"the speculative config lacks {missing[0]!r}: it needs 'model' and 'num_speculative_tokens'")
+        for key in ("model", "num_speculative_tokens"):
+            if key not in values:
+                raise PeagleError(
+                    f"the speculative config lacks {key!r}: it needs 'model' and 'num_speculative_tokens'"
+                )
         return cls(**{key: value for key, value in values.items() if key in known})
 
     @classmethod
@@ -73,11 +76,14 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     block_size: int = 16
     num_kv_blocks: int | None = None
+    attention: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
+        if self.attention not in ("auto", "torch", "triton"):
+            raise PeagleError(f"attention {self.attention!r} is not known: use auto, torch or triton")
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise PeagleError(f"{name} is {getattr(self, name)}: it must be at least 1")
@@ -85,6 +91,27 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PeagleError(f"{name} is {value}: it must be at least 1, or left out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfPromptConfig:
+    """User turns that the target draws from its own chat template. `count` is draws; not all become prompts."""
+
+    count: int
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_tokens: int = 160
+    seed: int = 0
+    max_num_seqs: int = 256
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "count", "max_tokens", "max_num_seqs")
+        if self.temperature == 0.0:
+            raise PeagleError("temperature is 0: every draw would be the same, give a positive number")
+        if not 0 <= self.seed < 2**23:
+            raise PeagleError(f"seed is {self.seed}: it must be in 0 .. {2**23 - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +149,7 @@ class TrainConfig:
     batch_positions: int = 8192
     keep_ratio: float = 0.8
     min_keep: float = 0.0
-    supervised_share: float = 0.75
+    supervised_share: float | None = None
     # loss
     loss: str = "soft-ce"
     depth_decay: float = 0.8
@@ -150,7 +177,8 @@ class TrainConfig:
     int8: bool = False
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "loss_chunk", "log_interval", "save_interval")
+        _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "loss_chunk")
+        _check_at_least(self, 1, "log_interval", "save_interval")
         _check_at_least(self, 0, "warmup_steps", "holdout", "min_keep")
         if not 0.0 < self.keep_ratio <= 1.0:
             raise PeagleError(f"keep_ratio is {self.keep_ratio}: it must be in (0, 1]")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -70,9 +71,10 @@ def run_demo(llm: "LLM", console: Console, *, max_tokens: int) -> list[Compariso
 
 def summary_table(comparisons: Sequence[Comparison]) -> Table:
     """Per prompt and overall: speed both ways, acceptance, and whether the outputs are identical."""
-    table = Table(title=f"{MODEL}, float32, greedy, K = {_num_drafts(comparisons)}")
+    title = f"{MODEL}, float32, greedy, K = {_num_drafts(comparisons)}; tokens/s, acceptance length (AL)"
+    table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("prompt")
-    for heading in ("plain tok/s", "P-EAGLE tok/s", "ratio", "acceptance length", "accepted at 1, 2, ...", "identical"):
+    for heading in ("plain", "P-EAGLE", "ratio", "AL", "% accepted at 1, 2, ...", "identical"):
         table.add_column(heading, justify="right")
     for c in comparisons:
         table.add_row(*_cells(c.title, [c]))
@@ -103,7 +105,7 @@ def _one_line(c: Comparison) -> str:
     _, plain, drafted, ratio, length, shares, identical = _cells(c.title, [c])
     return (
         f"[P-EAGLE {drafted} tok/s, plain {plain} tok/s: {ratio}; acceptance length {length} "
-        f"(by position {shares}); identical outputs: {identical}]"
+        f"(accepted at 1, 2, ...: {shares} %); identical outputs: {identical}]"
     )
 
 
@@ -117,7 +119,7 @@ def _cells(title: str, comparisons: Sequence[Comparison]) -> tuple[str, ...]:
         f"{drafted:.1f}",
         f"{drafted / plain:.2f}x",
         f"{stats.acceptance_length:.2f}",
-        " ".join(f"{share:.2f}" for share in stats.acceptance_per_position),
+        " ".join(f"{100 * share:.0f}" for share in stats.acceptance_per_position),
         "yes" if all(c.identical for c in comparisons) else "NO",
     )
 

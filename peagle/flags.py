@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -17,15 +17,16 @@ Panels = Mapping[str, Mapping[str, str]]
 def with_flags(config_class: type, panels: Panels) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb one flag per field of `config_class` in place of its parameter `config`.
 
-    Every field needs a help text in `panels`, which also group the flags on the help page. A field that holds a tuple
-    becomes a comma-separated list.
+    Every field needs a help text in `panels`, which also group the flags on the help page. A field without a default
+    becomes a required flag, one that holds a tuple a comma-separated list.
     """
     hints = get_type_hints(config_class)
     elements = {name: element for name, hint in hints.items() if (element := _tuple_element(hint)) is not None}
     panel_of = {name: (panel, text) for panel, texts in panels.items() for name, text in texts.items()}
     flags = []
     for field in fields(config_class):
-        hint, default, metavar = hints[field.name], field.default, None
+        hint, metavar = hints[field.name], None
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
         if field.name in elements:
             hint, metavar = (str | None), "N,N,..."
             default = ",".join(f"{value:g}" for value in default) if isinstance(default, tuple) else default

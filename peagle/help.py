@@ -21,8 +21,13 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle chat smollm2-135m",
             "peagle chat org/model --head my-head --num-speculative-tokens 5",
         ),
+        "self-prompts": _examples(
+            "peagle self-prompts smollm2-135m --out self.jsonl --count 14000",
+            "peagle self-prompts org/model --out self.jsonl --count 2000 --temperature 0.8 --seed 1",
+        ),
         "prepare": _examples(
             "peagle prepare org/model --prompts prompts.jsonl --out data/model",
+            "peagle prepare org/model --prompts prompts.jsonl --prompts self.jsonl --out data/model",
             "peagle prepare smollm2-135m --prompts prompts.jsonl --out data/smollm2 --temperatures 0,0.7",
         ),
         "train": _examples(
@@ -41,6 +46,23 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
 _DTYPE = "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU."
 _DEVICE = "cpu, cuda, or auto: a GPU if there is one."
 
+SELF_PROMPT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Draws": {
+            "count": "User turns to draw; repeated, unfinished and very short ones are left out.",
+            "temperature": "Sampling temperature.",
+            "top_p": "Nucleus sampling; 1 is off.",
+            "max_tokens": "Longest user turn, in tokens; longer ones are left out.",
+            "seed": "Seed of the sampling noise.",
+        },
+        "Running": {
+            "max_num_seqs": "Turns drawn at once.",
+            "dtype": _DTYPE,
+            "device": _DEVICE,
+        },
+    }
+)
+
 PREPARE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Answers": {
@@ -50,7 +72,7 @@ PREPARE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "top_k": "Sample among the K likeliest tokens; 0 is off.",
             "seed": "Seed of the sampling noise.",
             "max_prompt_tokens": "Skip prompts longer than this.",
-            "limit": "Use only the first prompts of the file, this many.",
+            "limit": "Use only the first prompts of the files, this many.",
         },
         "Running": {
             "shard_size": "Documents per parquet file; a finished file survives an interruption.",
@@ -80,7 +102,7 @@ TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "batch_positions": "Positions per step.",
             "keep_ratio": "Share of anchors that each depth keeps of the one before.",
             "min_keep": "Lowest share of anchors that any depth keeps.",
-            "supervised_share": "Share of a batch's positions that rows are allotted for; more are dropped.",
+            "supervised_share": "Share of supervised positions that mask rows are reserved for (default: the data's).",
         },
         "Loss": {
             "loss": "soft-ce (the target's distribution) or hard-ce (its token).",

@@ -1,7 +1,9 @@
-"""Fill the README's tables from benchmarks/results/*.json, between `<!-- results:NAME -->` and `<!-- /results -->`.
+"""Fill the tables of the README and the model cards from benchmarks/results/*.json.
 
-python scripts/readme_tables.py          # rewrite README.md
-python scripts/readme_tables.py --check  # exit status 1 if README.md is out of date
+A table stands between `<!-- results:NAME -->` and `<!-- /results -->`.
+
+python scripts/readme_tables.py          # rewrite the pages
+python scripts/readme_tables.py --check  # exit status 1 if one of them is out of date
 """
 
 import re
@@ -15,7 +17,7 @@ BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->
 
 
 def fill(readme: str, results: Path) -> str:
-    """The README's text with every marked block rendered anew from the files in `results`."""
+    """A page's text with every marked block rendered anew from the files in `results`."""
 
     def block(match: re.Match[str]) -> str:
         path = results / f"{match['name']}.json"
@@ -26,13 +28,17 @@ def fill(readme: str, results: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    path = ROOT / "README.md"
-    current = path.read_text(encoding="utf-8")
-    wanted = fill(current, ROOT / "benchmarks" / "results")
+    stale = []
+    for path in (ROOT / "README.md", *sorted(ROOT.glob("heads/*/README.md"))):
+        current = path.read_text(encoding="utf-8")
+        wanted = fill(current, ROOT / "benchmarks" / "results")
+        if wanted != current:
+            stale.append(str(path.relative_to(ROOT)))
+            if arguments != ["--check"]:
+                path.write_text(wanted, encoding="utf-8")
     if arguments == ["--check"]:
-        print("README tables: " + ("up to date" if wanted == current else "out of date, run scripts/readme_tables.py"))
-        return int(wanted != current)
-    path.write_text(wanted, encoding="utf-8")
+        print(f"tables out of date, run scripts/readme_tables.py: {', '.join(stale)}" if stale else "tables up to date")
+        return bool(stale)
     return 0
 
 

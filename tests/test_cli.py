@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from peagle.cli import app
-from peagle.config import PrepareConfig, TrainConfig
+from peagle.config import PrepareConfig, SelfPromptConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
 from peagle.errors import PeagleError
@@ -21,7 +21,7 @@ from peagle.exits import explain, run
 from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
-VERBS = ("generate", "chat", "prepare", "train", "inspect", "export", "demo")
+VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "demo")
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
@@ -106,7 +106,9 @@ def test_help_without_a_verb():
     assert all(verb in done.stdout for verb in VERBS)
 
 
-@pytest.mark.parametrize(("verb", "config"), [("prepare", PrepareConfig), ("train", TrainConfig)])
+@pytest.mark.parametrize(
+    ("verb", "config"), [("self-prompts", SelfPromptConfig), ("prepare", PrepareConfig), ("train", TrainConfig)]
+)
 def test_every_setting_has_a_flag(verb, config):
     text = peagle(verb, "--help", COLUMNS="200").stdout
     for field in fields(config):
@@ -142,6 +144,14 @@ def test_every_setting_has_a_flag(verb, config):
         (("train", "m", "--data", "d", "--out", "o", "--tap-ids", "1,b"), "--tap-ids is '1,b'"),
         (("train", "no-such-model", "--data", "no-such-data", "--out", "o"), "no-such"),
         (("prepare", "no-such-model", "--prompts", "missing.jsonl", "--out", "o"), "missing.jsonl"),
+        (("self-prompts", "m", "--out", "o.jsonl"), "Missing option '--count'"),
+        (("self-prompts", "m", "--out", "o.jsonl", "--count", "0"), "count is 0"),
+        (("self-prompts", "m", "--out", "o.jsonl", "--count", "1", "--temperature", "0"), "temperature is 0"),
+        (("self-prompts", "m", "--out", "o.jsonl", "--count", "1", "--top-p", "2"), "top_p is 2.0"),
+        (("self-prompts", "m", "--out", "o.jsonl", "--count", "1", "--seed", "-1"), "seed is -1"),
+        (("self-prompts", "m", "--out", ".", "--count", "1"), "exists already"),
+        (("self-prompts", "m", "--out", "no/o.jsonl", "--count", "1"), "no is not a folder"),
+        (("self-prompts", "no-such-model", "--out", "o.jsonl", "--count", "1"), "model 'no-such-model' not found"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, says):
@@ -240,6 +250,23 @@ def test_a_head_for_another_target_is_refused(tiny, capsys, tmp_path, changes, s
 def test_a_prompt_longer_than_the_context(tiny, capsys):
     line = fails(capsys, "generate", tiny[0], "--raw", "--prompt", "x " * SIZES["max_position_embeddings"])
     assert f"context of {SIZES['max_position_embeddings']}" in line
+
+
+def test_self_prompts_then_prepare_several_files(tiny, capsys, tmp_path):
+    model, _, _ = tiny
+    drawn, own, out = tmp_path / "self.jsonl", tmp_path / "own.jsonl", tmp_path / "data"
+    own.write_text('{"id": "own/1", "prompt": "hello"}\n')
+    draw = ("self-prompts", model, "--out", drawn, "--count", 40, "--max-tokens", 120, "--temperature", 1.5)
+    assert run(app, [str(argument) for argument in draw]) == 0, capsys.readouterr()
+    assert "different user turns of 40 drawn" in capsys.readouterr().err
+    count = len(drawn.read_text().splitlines())
+    assert count > 2
+    assert "exists already" in fails(capsys, *draw)
+    answer = ("prepare", model, "--prompts", drawn, "--prompts", own, "--out", out, "--max-tokens", 4)
+    assert run(app, [str(argument) for argument in answer]) == 0, capsys.readouterr()
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["sources"]["self_prompted"] == {"licenses": ["output of tiny.gguf"], "prompts": count}
+    assert manifest["totals"]["documents"] == count + 1
 
 
 def test_inspect_and_export(tiny, capsys, tmp_path):

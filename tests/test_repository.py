@@ -71,7 +71,10 @@ def test_readme_tables_notice_a_new_result(tmp_path):
         acceptance_length=2.0,
         acceptance_length_without_loops=2.0,
         accepted_share_per_position=(1.0,),
+        accepted_share_per_position_without_loops=(1.0,),
+        looping_token_share=0.0,
         prompts=1,
+        rounds=1,
         tokens=1,
     )
     write_result(tmp_path / f"{name}.json", name, {}, {"rows": [row]})

@@ -36,7 +36,10 @@ class AcceptanceRow:
     acceptance_length: float
     acceptance_length_without_loops: float
     accepted_share_per_position: Sequence[float]
+    accepted_share_per_position_without_loops: Sequence[float]
+    looping_token_share: float
     prompts: int
+    rounds: int
     tokens: int
 
 

@@ -14,9 +14,10 @@ from peagle.engine.kv_cache import BlockPool, PagedCache
 from peagle.engine.memory import num_kv_blocks
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.scheduler import Scheduled, Scheduler
-from peagle.engine.step import Slots, SpeculativeStep, StepResult, build_batch
+from peagle.engine.step import DraftSide, Slots, SpeculativeStep, StepResult, build_batch
 from peagle.engine.text import TextStream
 from peagle.errors import PeagleError
+from peagle.kernels.paged_attention import can_run_triton
 from peagle.models.packing import pack_linears
 from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
@@ -43,6 +44,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
+        attention: str = "auto",
         seed: int = 0,
     ) -> None:
         config = EngineConfig(
@@ -51,6 +53,7 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            attention=attention,
             seed=seed,
         )
         torch_device = pick_device(config.device)
@@ -83,6 +86,8 @@ class LLM:
     def _build(
         self, target: Target, drafter: PEagleDrafter | None, num_drafts: int, config: EngineConfig, device: torch.device
     ) -> None:
+        if config.attention == "triton" and not can_run_triton(device):
+            raise PeagleError(f"attention is 'triton': it needs CUDA and the triton package, not {device}; use auto")
         spec = target.spec
         self.target, self.drafter, self.tokenizer = target, drafter, target.tokenizer
         self.num_speculative_tokens = num_drafts
@@ -96,14 +101,13 @@ class LLM:
                     pack_linears(module)
         blocks = num_kv_blocks(config, self.max_model_len, spec, drafter.config if drafter else None, dtype, device)
         slots_total = blocks * config.block_size
-        cache = PagedCache(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, slots_total, dtype=dtype, device=device
-        )
-        drafter_cache = None
+        cache = PagedCache(spec.num_layers, spec.num_kv_heads, spec.head_dim, slots_total, dtype=dtype, device=device)
+        draft_side = None
         if drafter is not None:
             c = drafter.config
-            drafter_cache = PagedCache(
-                c.num_layers, c.num_kv_heads, c.head_dim, slots_total, dtype=dtype, device=device
+            draft_side = DraftSide.of(
+                drafter,
+                PagedCache(c.num_layers, c.num_kv_heads, c.head_dim, slots_total, dtype=dtype, device=device),
             )
         self._pool = BlockPool(blocks)
         max_blocks = -(-self.max_model_len // config.block_size)
@@ -112,18 +116,18 @@ class LLM:
         self._step = SpeculativeStep(
             target.model,
             cache,
-            drafter,
-            drafter_cache,
+            draft_side,
             slots=self._slots,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
             device=device,
+            attention=config.attention,
         )
 
     @staticmethod
     def _check_max_model_len(asked: int | None, context: int) -> int:
         if asked is not None and asked > context:
-            raise PeagleError(f"max_model_len is {asked}: the target's context is {context} tokens, ask for at most that")
+            raise PeagleError(f"max_model_len is {asked}: it must be at most the target's context, {context} tokens")
         return asked or context
 
     def set_speculation(self, enabled: bool) -> None:
@@ -147,7 +151,9 @@ class LLM:
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise PeagleError(f"got {len(prompts)} prompts but {len(each)} sampling params: give one, or one per prompt")
+            raise PeagleError(
+                f"got {len(prompts)} prompts and {len(each)} sampling params: give one, or one per prompt"
+            )
         requests = [self._request(i, p, s, on_delta) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
         self._scheduler.waiting.extend(requests)
         outputs: dict[int, RequestOutput] = {}
@@ -184,8 +190,8 @@ class LLM:
             raise PeagleError(f"prompt {index} is empty: give at least one token")
         if room < 1:
             raise PeagleError(
-                f"prompt {index} has {len(ids)} tokens: the context of {self.max_model_len} leaves no room for an answer; "
-                "shorten it"
+                f"prompt {index} has {len(ids)} tokens: the context of {self.max_model_len} leaves no room for an "
+                "answer; shorten it"
             )
         if not is_text and not all(0 <= i < vocab for i in ids):
             raise PeagleError(f"prompt {index} holds a token id outside 0 .. {vocab - 1}")
@@ -220,7 +226,7 @@ class LLM:
         for s in scheduled:
             if not s.is_decode and s.request.started == 0.0:
                 self._start(s.request)
-        result = self._step.run(build_batch(scheduled, self._slots, self._num_drafts), self._num_drafts)
+        result = self._step.run(build_batch(scheduled, self._slots, self._num_drafts))
         self._advance(scheduled, result)
         finished = [s.request for s in scheduled if s.request.finish_reason is not None]
         if on_delta is not None:

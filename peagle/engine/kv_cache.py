@@ -6,7 +6,7 @@ from torch import Tensor
 
 from peagle.errors import PeagleError
 from peagle.kernels.kv_write import kv_write_ref
-from peagle.kernels.paged_attention import AttentionPlan, paged_attention_ref
+from peagle.kernels.paged_attention import AttentionPlan, paged_attention
 from peagle.models.layers import Attend
 
 
@@ -42,11 +42,14 @@ class PagedCache:
     ) -> None:
         shape = (layers, kv_heads, num_slots + 1, head_dim)
         try:
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
+            # Not zeroed: no slot is read before it is written, and untouched pages cost the host no memory.
+            self.keys = torch.empty(shape, dtype=dtype, device=device)
+            self.values = torch.empty(shape, dtype=dtype, device=device)
         except RuntimeError as error:  # out of memory is one, on CPU and CUDA
             gib = 2 * np.prod(shape) * dtype.itemsize / 2**30
-            raise PeagleError(f"no memory for a KV cache of {gib:.1f} GiB: lower max_num_seqs or max_model_len") from error
+            raise PeagleError(
+                f"no memory for a KV cache of {gib:.1f} GiB: lower max_num_seqs or max_model_len"
+            ) from error
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -59,6 +62,6 @@ class PagedCache:
         def attend(layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
             kv_write_ref(self.keys[layer], slots_R, k_RMD)
             kv_write_ref(self.values[layer], slots_R, v_RMD)
-            return paged_attention_ref(q_RND, self.keys[layer], self.values[layer], limit_R, plan)
+            return paged_attention(q_RND, self.keys[layer], self.values[layer], limit_R, plan)
 
         return attend

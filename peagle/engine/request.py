@@ -59,9 +59,7 @@ class Request:
         """Append one round's tokens up to the first that ends the request; returns how many were kept."""
         for kept, token_id in enumerate(token_ids, start=1):
             self.output_ids.append(token_id)
-            if token_id in self.stop_ids:
-                self.finish_reason = "stop"
-            elif self.stream is not None and self.stream.push(token_id):
+            if token_id in self.stop_ids or (self.stream is not None and self.stream.push(token_id)):
                 self.finish_reason = "stop"
             elif len(self.output_ids) >= self.max_tokens:
                 self.finish_reason = "length"

@@ -1,10 +1,13 @@
 """The speculative step: verify 1+K rows in the target, accept, lay out the drafter's rows, draft K tokens in one pass.
 
 One code path for prefill, plain decoding and speculation, on CPU and CUDA; everything between the host arrays that go
-in and the one transfer that comes out runs on the device. Suffixes: B requests, T target rows, U logit rows, K drafts.
+in and the one transfer that comes out runs on the device. Suffixes: B requests, T target rows, U logit rows, K drafts,
+V = K + 1 verify rows, N blocks of a table.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,7 +18,7 @@ from peagle.engine.kv_cache import PagedCache
 from peagle.engine.scheduler import Scheduled
 from peagle.kernels.accept import accept_ref
 from peagle.kernels.draft_layout import DraftLayout, draft_layout_ref, kv_slots_ref
-from peagle.kernels.paged_attention import plan_attention
+from peagle.kernels.paged_attention import AttentionPlan, plan_attention
 from peagle.models.decoder import TargetModel
 from peagle.sampling import RowSampling, sample_tokens
 
@@ -40,15 +43,43 @@ class Batch:
     slot_B: np.ndarray
     first_B: np.ndarray  # position of each request's first row
     rows_B: np.ndarray  # rows per request
+    start_B1: np.ndarray  # first row of each request, and the total
     decode_B: np.ndarray  # bool
     ids_T: np.ndarray
     drafts_BK: np.ndarray  # -1 for prompts
     next_prompt_B: np.ndarray  # the prompt token after the chunk, -1 where the next token is sampled
+    tables_BN: np.ndarray  # block tables
 
     @property
-    def start_B1(self) -> np.ndarray:
-        """First row of each request, and the total."""
-        return np.concatenate(([0], np.cumsum(self.rows_B)))
+    def num_drafts(self) -> int:
+        """K; 0 where the step decodes plainly."""
+        return self.drafts_BK.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What the parts of one step share on the device: a batch, and where each of its rows belongs."""
+
+    ids_T: Tensor
+    request_T: Tensor
+    positions_T: Tensor
+    start_B1: Tensor
+    first_B: Tensor
+    decode_B: Tensor  # bool
+    next_prompt_B: Tensor
+    drafts_BK: Tensor
+    tables_BN: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Self:
+        """Move a batch to the device, all of it in one transfer."""
+        request_T = np.repeat(np.arange(len(batch.rows_B)), batch.rows_B)
+        positions_T = (batch.first_B - batch.start_B1[:-1])[request_T] + np.arange(len(request_T))
+        b = batch
+        rows = (b.ids_T, request_T, positions_T)
+        requests = (b.start_B1, b.first_B, b.decode_B, b.next_prompt_B, b.drafts_BK, b.tables_BN)
+        ids, request, positions, start, first, decode, *others = _to_device((*rows, *requests), device)
+        return cls(ids, request, positions, start, first, decode.bool(), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +91,35 @@ class StepResult:
     drafts_BK: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSide:
+    """A drafter with its cache, and what is the same in all of its passes."""
+
+    drafter: PEagleDrafter
+    cache: PagedCache
+    mask_feature_H: Tensor
+    draft_to_target_V: Tensor  # target id of each draft id
+    heads_per_kv: int
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, drafter: PEagleDrafter, cache: PagedCache) -> Self:
+        """Join a drafter, already in its final form on its device, and a cache."""
+        config = drafter.config
+        draft_ids = torch.arange(config.draft_vocab_size, device=drafter.d2t.device)
+        return cls(
+            drafter,
+            cache,
+            drafter.mask_feature(),
+            drafter.to_target_ids(draft_ids),
+            config.num_heads // config.num_kv_heads,
+        )
+
+
 def build_batch(scheduled: list[Scheduled], slots: Slots, num_drafts: int) -> Batch:
     """Collect the rows of the scheduled requests; decodes come before prompts."""
-    requests = [s.request for s in scheduled]
-    slot_B = np.array([r.slot for r in requests], dtype=np.int64)
+    slot_B = np.array([s.request.slot for s in scheduled], dtype=np.int64)
+    rows_B = np.array([s.num_rows for s in scheduled], dtype=np.int64)
     decode_B = np.array([s.is_decode for s in scheduled], dtype=bool)
     decode_slots = slot_B[decode_B]
     decode_ids = np.concatenate((slots.last_token[decode_slots, None], slots.drafts[decode_slots, :num_drafts]), axis=1)
@@ -75,174 +131,153 @@ def build_batch(scheduled: list[Scheduled], slots: Slots, num_drafts: int) -> Ba
             ids.append(np.array(prompt[s.request.num_computed : end], dtype=np.int64))
             if end < len(prompt):
                 next_prompt_B[i] = prompt[end]
-    drafts_BK = np.where(decode_B[:, None], slots.drafts[slot_B, :num_drafts], -1)
     return Batch(
         slot_B=slot_B,
-        first_B=np.array([r.num_computed for r in requests], dtype=np.int64),
-        rows_B=np.array([s.num_rows for s in scheduled], dtype=np.int64),
+        first_B=np.array([s.request.num_computed for s in scheduled], dtype=np.int64),
+        rows_B=rows_B,
+        start_B1=np.concatenate(([0], np.cumsum(rows_B))),
         decode_B=decode_B,
         ids_T=np.concatenate(ids),
-        drafts_BK=drafts_BK,
+        drafts_BK=np.where(decode_B[:, None], slots.drafts[slot_B, :num_drafts], -1),
         next_prompt_B=next_prompt_B,
+        tables_BN=slots.block_tables[slot_B],
     )
 
 
 class SpeculativeStep:
-    """Target, drafter and their caches; `run` is one step. `drafter` None decodes plainly."""
+    """Target, drafter and their caches; `run` is one step. `draft_side` None decodes plainly."""
 
     def __init__(
         self,
         target: TargetModel,
         target_cache: PagedCache,
-        drafter: PEagleDrafter | None,
-        drafter_cache: PagedCache | None,
+        draft_side: DraftSide | None,
         *,
         slots: Slots,
         block_size: int,
         max_model_len: int,
         device: torch.device,
+        attention: str = "auto",
     ) -> None:
         self._target, self._target_cache = target, target_cache
-        self._drafter, self._drafter_cache = drafter, drafter_cache
+        self._draft_side = draft_side
         self._slots = slots
         self._block_size, self._max_model_len = block_size, max_model_len
-        self._device = device
-        spec = target.spec
-        self._target_group = spec.num_heads // spec.num_kv_heads
-        if drafter is not None:
-            self._drafter_group = drafter.config.num_heads // drafter.config.num_kv_heads
-            self._mask_feature_H = drafter.mask_feature()  # the same for every mask row of every step
-            draft_ids = torch.arange(drafter.config.draft_vocab_size, device=device)
-            self._draft_to_target_V = drafter.to_target_ids(draft_ids)
+        self._device, self._attention = device, attention
 
     @torch.inference_mode()
-    def run(self, batch: Batch, num_drafts: int) -> StepResult:
-        """Verify, accept and draft for one batch. `num_drafts` 0 leaves the drafter out."""
-        start_B1 = batch.start_B1
-        hidden_TH, taps_TC = self._run_target(batch, start_B1, tapped=num_drafts > 0)
-        tokens_BV = self._target_tokens(batch, start_B1, hidden_TH, num_drafts)
-        accepted_B = accept_ref(tokens_BV, self._to_device(batch.drafts_BK))
-        if num_drafts == 0 or taps_TC is None:
+    def run(self, batch: Batch) -> StepResult:
+        """Verify, accept and draft for one batch. A batch without drafts leaves the drafter out."""
+        side = self._draft_side if batch.num_drafts > 0 else None
+        tensors = StepTensors.of(batch, self._device)
+        hidden_TH, taps_TC = self._run_target(batch, tensors, side.drafter.config.tap_ids if side else ())
+        tokens_BV = self._target_tokens(batch, hidden_TH)
+        accepted_B = accept_ref(tokens_BV, tensors.drafts_BK)
+        if side is None or taps_TC is None:
             drafts_BK = tokens_BV[:, :0]
         else:
-            drafts_BK = self._draft(batch, start_B1, tokens_BV, accepted_B, taps_TC, num_drafts)
+            drafts_BK = self._draft(side, batch, tensors, tokens_BV, accepted_B, taps_TC)
         out = torch.cat((tokens_BV, accepted_B[:, None], drafts_BK), dim=1).cpu().numpy()
-        width = num_drafts + 1
+        width = batch.num_drafts + 1
         return StepResult(out[:, :width], out[:, width], out[:, width + 1 :])
 
-    def _run_target(self, batch: Batch, start_B1: np.ndarray, *, tapped: bool) -> tuple[Tensor, Tensor | None]:
-        request_T = np.repeat(np.arange(len(batch.rows_B)), batch.rows_B)
-        positions_T = batch.first_B[request_T] + np.arange(start_B1[-1]) - start_B1[request_T]
-        positions = self._to_device(positions_T)
-        tables_BN = self._slots.block_tables[batch.slot_B]
-        slots = kv_slots_ref(
-            self._to_device(tables_BN), self._to_device(request_T), positions, self._block_size, self._max_model_len
-        )
-        plan = plan_attention(
-            batch.rows_B,
-            np.minimum(batch.first_B + batch.rows_B, self._max_model_len),
-            tables_BN,
-            self._block_size,
-            heads_per_kv=self._target_group,
-            device=self._device,
-        )
-        limit = positions.clamp(max=self._max_model_len - 1)
-        tap_ids = self._drafter.config.tap_ids if tapped and self._drafter is not None else ()
-        attend = self._target_cache.attend(slots, limit, plan)
-        return self._target(self._to_device(batch.ids_T), positions, attend, tap_ids)
+    def _run_target(self, batch: Batch, tensors: StepTensors, tap_ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Final hidden states and taps of every row."""
+        spec, positions_T = self._target.spec, tensors.positions_T
+        slots_T = kv_slots_ref(tensors.tables_BN, tensors.request_T, positions_T, self._block_size, self._max_model_len)
+        plan = self._plan(batch, batch.rows_B, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        attend = self._target_cache.attend(slots_T, self._visible(positions_T), plan)
+        return self._target(tensors.ids_T, positions_T, attend, tap_ids)
 
-    def _target_tokens(self, batch: Batch, start_B1: np.ndarray, hidden_TH: Tensor, num_drafts: int) -> Tensor:
+    def _target_tokens(self, batch: Batch, hidden_TH: Tensor) -> Tensor:
         """The target's own token after each verify row, [B, K+1]; a prompt's last row fills its whole line."""
-        count_B = np.where(batch.decode_B, num_drafts + 1, 1)
+        count_B = np.where(batch.decode_B, batch.num_drafts + 1, 1)
         request_U = np.repeat(np.arange(len(count_B)), count_B)
-        base_B = np.concatenate(([0], np.cumsum(count_B)))
-        row_U = start_B1[1:][request_U] - count_B[request_U] + np.arange(base_B[-1]) - base_B[:-1][request_U]
-        index_U = batch.first_B[request_U] + row_U - start_B1[request_U] + 1
-        logits_UV = self._target.logits(hidden_TH[self._to_device(row_U)])
-        tokens_U = sample_tokens(logits_UV, self._row_sampling(batch.slot_B[request_U], index_U))
-        line_BV = base_B[:-1, None] + np.minimum(np.arange(num_drafts + 1)[None], count_B[:, None] - 1)
-        return tokens_U[self._to_device(line_BV)]
+        base_B1 = np.concatenate(([0], np.cumsum(count_B)))
+        row_U = (batch.start_B1[1:] - base_B1[1:])[request_U] + np.arange(base_B1[-1])
+        index_U = (batch.first_B - batch.start_B1[:-1] + 1)[request_U] + row_U
+        line_BV = base_B1[:-1, None] + np.minimum(np.arange(batch.num_drafts + 1)[None], count_B[:, None] - 1)
+        rows, indices, lines = _to_device((row_U, index_U, line_BV), self._device)
+        logits_UV = self._target.logits(hidden_TH[rows])
+        return sample_tokens(logits_UV, self._row_sampling(batch.slot_B[request_U], indices))[lines]
 
     def _draft(
         self,
+        side: DraftSide,
         batch: Batch,
-        start_B1: np.ndarray,
+        tensors: StepTensors,
         tokens_BV: Tensor,
         accepted_B: Tensor,
         taps_TC: Tensor,
-        num_drafts: int,
     ) -> Tensor:
         """One drafter pass over every request's 2K (or prompt + K-1) rows; the drafts as target ids, [B, K]."""
-        drafter, first_B = self._require_drafter(), self._to_device(batch.first_B)
-        start = self._to_device(start_B1)
-        next_prompt_B = self._to_device(batch.next_prompt_B)
         sampled_B = tokens_BV.gather(1, accepted_B[:, None])[:, 0]
-        kept_B = torch.where(self._to_device(batch.decode_B), accepted_B, start.diff() - 1)
+        kept_B = torch.where(tensors.decode_B, accepted_B, tensors.start_B1.diff() - 1)
         layout = draft_layout_ref(
-            self._to_device(batch.ids_T),
-            self._positions(first_B, start),
-            torch.where(next_prompt_B >= 0, next_prompt_B, sampled_B),
-            start,
-            start[:-1] + kept_B,
-            mask_token_id=drafter.config.mask_token_id,
-            num_drafts=num_drafts,
-            num_rows=int(start_B1[-1]) + len(first_B) * (num_drafts - 1),
-            block_tables_BN=self._to_device(self._slots.block_tables[batch.slot_B]),
+            tensors.ids_T,
+            tensors.positions_T,
+            torch.where(tensors.next_prompt_B >= 0, tensors.next_prompt_B, sampled_B),
+            tensors.start_B1,
+            tensors.start_B1[:-1] + kept_B,
+            mask_token_id=side.drafter.config.mask_token_id,
+            num_drafts=batch.num_drafts,
+            num_rows=len(batch.ids_T) + len(batch.rows_B) * (batch.num_drafts - 1),
+            block_tables_BN=tensors.tables_BN,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
         )
-        hidden_KH = self._run_drafter(batch, layout, taps_TC, num_drafts)
-        index_B = first_B + kept_B + 2  # the first draft follows the token after the last kept one
-        index_R = (index_B[:, None] + torch.arange(num_drafts, device=self._device)).flatten()
-        rows = self._row_sampling(np.repeat(batch.slot_B, num_drafts), index_R)
-        picked = sample_tokens(drafter.logits(hidden_KH), rows, self._draft_to_target_V)
-        return self._draft_to_target_V[picked].view(-1, num_drafts)
+        hidden_UH = self._run_drafter(side, batch, layout, taps_TC)
+        index_B = tensors.first_B + kept_B + 2  # the first draft follows the token after the last kept one
+        index_U = (index_B[:, None] + torch.arange(batch.num_drafts, device=self._device)).flatten()
+        rows = self._row_sampling(np.repeat(batch.slot_B, batch.num_drafts), index_U)
+        picked_U = sample_tokens(side.drafter.logits(hidden_UH), rows, side.draft_to_target_V)
+        return side.draft_to_target_V[picked_U].view(-1, batch.num_drafts)
 
-    def _run_drafter(self, batch: Batch, layout: DraftLayout, taps_TC: Tensor, num_drafts: int) -> Tensor:
+    def _run_drafter(self, side: DraftSide, batch: Batch, layout: DraftLayout, taps_TC: Tensor) -> Tensor:
         """Final hidden states of the sampled rows, [B K, H]."""
-        drafter = self._require_drafter()
-        assert self._drafter_cache is not None
-        masked_R1 = layout.is_masked[:, None]
+        drafter, masked_R1 = side.drafter, layout.is_masked[:, None]
         embeds_RH = torch.where(masked_R1, drafter.mask_embedding, drafter.embed_tokens(layout.input_ids))
         features_RH = torch.zeros_like(embeds_RH)
         features_RH[layout.hidden_map] = drafter.combine(taps_TC)
-        features_RH = torch.where(masked_R1, self._mask_feature_H, features_RH)
-        rows_B = batch.rows_B + num_drafts - 1
-        plan = plan_attention(
-            rows_B,
-            np.minimum(batch.first_B + rows_B, self._max_model_len),
-            self._slots.block_tables[batch.slot_B],
-            self._block_size,
-            heads_per_kv=self._drafter_group,
-            device=self._device,
-        )
-        limit_R = layout.positions.clamp(max=self._max_model_len - 1)
-        attend = self._drafter_cache.attend(layout.slots, limit_R, plan)
+        features_RH = torch.where(masked_R1, side.mask_feature_H, features_RH)
+        plan = self._plan(batch, batch.rows_B + batch.num_drafts - 1, side.heads_per_kv, drafter.config.head_dim)
+        attend = side.cache.attend(layout.slots, self._visible(layout.positions), plan)
         return drafter(embeds_RH, features_RH, layout.positions, attend)[layout.sample_rows]
 
-    def _positions(self, first_B: Tensor, start_B1: Tensor) -> Tensor:
-        rows_T = torch.arange(int(start_B1[-1]), device=self._device)
-        request_T = torch.searchsorted(start_B1, rows_T, right=True) - 1
-        return first_B[request_T] + rows_T - start_B1[request_T]
+    def _plan(self, batch: Batch, rows_B: np.ndarray, heads_per_kv: int, head_dim: int) -> AttentionPlan:
+        """Plan a pass in which each request has `rows_B` rows from its first position on."""
+        return plan_attention(
+            rows_B,
+            np.minimum(batch.first_B + rows_B, self._max_model_len),
+            batch.tables_BN,
+            self._block_size,
+            heads_per_kv=heads_per_kv,
+            head_dim=head_dim,
+            device=self._device,
+            backend=self._attention,
+        )
 
-    def _row_sampling(self, slot_U: np.ndarray, index_U: np.ndarray | Tensor) -> RowSampling | None:
+    def _visible(self, positions_R: Tensor) -> Tensor:
+        """The last key position each row sees: its own; rows past the length limit have no key of their own."""
+        return positions_R.clamp(max=self._max_model_len - 1)
+
+    def _row_sampling(self, slot_U: np.ndarray, indices_U: Tensor) -> RowSampling | None:
         """Sampling parameters of rows that belong to `slot_U`; None when all of them are greedy."""
-        s = self._slots
+        s, device = self._slots, self._device
         if not s.temperature[slot_U].any():
             return None
         return RowSampling(
-            temperature=self._to_device(s.temperature[slot_U]),
-            top_k=self._to_device(s.top_k[slot_U]),
-            top_p=self._to_device(s.top_p[slot_U]),
-            seed=self._to_device(s.seed[slot_U]),
-            indices=self._to_device(index_U),
+            temperature=torch.from_numpy(s.temperature[slot_U]).to(device),
+            top_k=torch.from_numpy(s.top_k[slot_U]).to(device),
+            top_p=torch.from_numpy(s.top_p[slot_U]).to(device),
+            seed=torch.from_numpy(s.seed[slot_U]).to(device),
+            indices=indices_U,
             filtered=bool((s.top_k[slot_U] > 0).any() or (s.top_p[slot_U] < 1.0).any()),
         )
 
-    def _require_drafter(self) -> PEagleDrafter:
-        if self._drafter is None:
-            raise RuntimeError("drafting was asked of an engine without a drafter")
-        return self._drafter
 
-    def _to_device(self, array: np.ndarray | Tensor) -> Tensor:
-        return array if isinstance(array, Tensor) else torch.from_numpy(array).to(self._device)
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Integer arrays as int64 tensors of the same shapes, in one transfer."""
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64)).to(device)
+    parts = packed.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

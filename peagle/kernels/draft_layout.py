@@ -27,7 +27,9 @@ class DraftLayout:
     query_start: Tensor  # [B + 1] first drafter row of each request
 
 
-def kv_slots_ref(block_tables_BN: Tensor, request_R: Tensor, positions_R: Tensor, block_size: int, limit: int) -> Tensor:
+def kv_slots_ref(
+    block_tables_BN: Tensor, request_R: Tensor, positions_R: Tensor, block_size: int, limit: int
+) -> Tensor:
     """KV slot of each (request, position); -1 at or beyond `limit` positions."""
     inside_R = positions_R.clamp(max=limit - 1)
     slots_R = block_tables_BN[request_R, inside_R // block_size] * block_size + inside_R % block_size

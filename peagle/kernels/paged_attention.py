@@ -1,11 +1,14 @@
 """Attention of new rows over a paged KV cache: causal by position, grouped-query, ragged over requests.
 
-The torch form gathers each request's keys into a rectangle. Requests of similar size share one rectangle, so a step is
-a few batched matmuls a layer whatever the mix of prefill and decode. A request's row r sees keys 0 .. limit[r].
+A request's row r sees keys 0 .. limit[r]. Two forms of the same thing, chosen when the step's plan is made: a Triton
+kernel over tiles of rows (`paged_attention_triton.py`), and torch, its twin, which gathers each request's keys into a
+rectangle. Requests of similar size share one rectangle, so a step is a few batched matmuls a layer whatever the mix of
+prefill and decode.
 """
 
-from collections.abc import Sequence
+import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -14,6 +17,9 @@ from torch import Tensor
 # Fewest query rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the
 # call, which keeps a request's output independent of its batch and of its drafts.
 _MIN_MATMUL_ROWS_CPU = 3
+# Rows times query heads of one kv head in a Triton tile: tl.dot takes no fewer than the first; past the second a
+# tile only costs registers.
+_MIN_TILE, _MAX_TILE = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +32,30 @@ class _Rectangle:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Which rows and slots belong together in one forward pass; shared by all layers."""
+class RectanglePlan:
+    """Which rows and slots belong together in one forward pass of the torch form; shared by all layers."""
 
     rectangles: tuple[_Rectangle, ...]
     order_R: Tensor  # where row r ends up in the concatenated rectangles
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """The Triton form's work list, one program per tile and kv head; shared by all layers."""
+
+    tiles_W3: Tensor  # int32: first flat row, number of rows, request
+    tables_BN: Tensor  # int32: block ids
+    block_size: int
+    tile_size: int  # rows times query heads of one kv head, a power of two
+
+
+AttentionPlan = RectanglePlan | TilePlan
+
+
+def can_run_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on `device`: on CUDA where triton is installed, elsewhere in its interpreter."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or interpreted) and find_spec("triton") is not None
 
 
 def plan_attention(
@@ -40,13 +65,77 @@ def plan_attention(
     block_size: int,
     *,
     heads_per_kv: int,
+    head_dim: int,
+    device: torch.device,
+    backend: str = "auto",
+) -> AttentionPlan:
+    """Plan one forward pass of B requests with `query_lens` new rows and at most `key_lens` visible keys.
+
+    `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA.
+    A head dim the kernel cannot tile (it takes powers of two from 16 to 256) goes to torch whatever the backend.
+    """
+    wanted = backend == "triton" or (backend == "auto" and device.type == "cuda" and can_run_triton(device))
+    if wanted and head_dim in (16, 32, 64, 128, 256):
+        return _plan_tiles(query_lens, key_lens, block_tables, block_size, heads_per_kv, device)
+    return plan_rectangles(query_lens, key_lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
+
+
+def paged_attention(
+    q_RND: Tensor, key_cache_MSD: Tensor, value_cache_MSD: Tensor, limit_R: Tensor, plan: AttentionPlan
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D], in the form that `plan` was made for."""
+    if isinstance(plan, RectanglePlan):
+        return paged_attention_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan)
+    # Imported late: triton is not installed everywhere.
+    from peagle.kernels.paged_attention_triton import paged_attention_triton
+
+    return paged_attention_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan)
+
+
+def _plan_tiles(
+    query_lens: np.ndarray,
+    key_lens: np.ndarray,
+    block_tables: np.ndarray,
+    block_size: int,
+    heads_per_kv: int,
+    device: torch.device,
+) -> TilePlan:
+    """Cut each request's rows into tiles as high as the mean request; table and tiles travel in one transfer."""
+    mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
+    least = max(_MIN_TILE, _power_of_two(heads_per_kv))
+    tile_size = max(least, min(_power_of_two(mean_height), _MAX_TILE))
+    rows_per_tile = tile_size // heads_per_kv
+    tiles_B = -(-query_lens // rows_per_tile)
+    request_W = np.repeat(np.arange(len(query_lens)), tiles_B)
+    offset_W = (np.arange(len(request_W)) - (np.cumsum(tiles_B) - tiles_B)[request_W]) * rows_per_tile
+    first_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
+    count_W = np.minimum(query_lens[request_W] - offset_W, rows_per_tile)
+    # Programs start in this order: prompts come last in a batch and the end of a prompt sees most keys, so backwards
+    # starts the longest work first.
+    tiles_W3 = np.stack((first_W, count_W, request_W), axis=1)[::-1]
+    tables_BN = block_tables[:, : -(-int(key_lens.max()) // block_size)]
+    packed = torch.from_numpy(np.concatenate((tiles_W3.ravel(), tables_BN.ravel()), dtype=np.int32)).to(device)
+    tiles, tables = packed.split((tiles_W3.size, tables_BN.size))
+    return TilePlan(tiles.view(-1, 3), tables.view(tables_BN.shape), block_size, tile_size)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def plan_rectangles(
+    query_lens: np.ndarray,
+    key_lens: np.ndarray,
+    block_tables: np.ndarray,
+    block_size: int,
+    *,
+    heads_per_kv: int,
     device: torch.device,
     max_scores: int = 1 << 26,
-) -> AttentionPlan:
-    """Group B requests of `query_lens` new rows and at most `key_lens` visible keys into rectangles.
+) -> RectanglePlan:
+    """Group requests into rectangles, arguments as in `plan_attention`.
 
-    `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `max_scores` bounds b*Q*S of one
-    rectangle, which with the head count bounds memory.
+    `max_scores` bounds b*Q*S of one rectangle, which with the head count bounds memory.
     """
     starts = np.concatenate(([0], np.cumsum(query_lens)))
     least_rows = -(-_MIN_MATMUL_ROWS_CPU // heads_per_kv) if device.type == "cpu" else 1
@@ -65,32 +154,32 @@ def plan_attention(
         slots = tables[:, :, None] * block_size + torch.arange(block_size, device=device)
         positions = torch.arange(blocks * block_size, device=device)
         rectangles.append(_Rectangle(torch.from_numpy(rows).to(device), slots.flatten(1), positions))
-    return AttentionPlan(tuple(rectangles), torch.from_numpy(order).to(device))
+    return RectanglePlan(tuple(rectangles), torch.from_numpy(order).to(device))
 
 
-def _groups(query_lens: np.ndarray, key_lens: np.ndarray, max_scores: int) -> Sequence[np.ndarray]:
+def _groups(query_lens: np.ndarray, key_lens: np.ndarray, max_scores: int) -> list[np.ndarray]:
     """Split requests into runs of similar shape: padding costs at most about half again, scores stay bounded."""
     order = np.lexsort((key_lens, query_lens))
-    q_sorted, s_sorted = query_lens[order].tolist(), key_lens[order].tolist()
+    q_sorted, s_sorted = query_lens[order], key_lens[order]
     groups: list[np.ndarray] = []
-    first, widest = 0, 0
-    for i, (q, s) in enumerate(zip(q_sorted, s_sorted, strict=True)):
-        widest = max(widest, s)
-        fits = q <= 1.5 * q_sorted[first] and widest <= 1.5 * s_sorted[first] + 256
-        if not (fits and (i + 1 - first) * q * widest <= max_scores) and i > first:
-            groups.append(order[first:i])
-            first, widest = i, s
-    groups.append(order[first:])
+    first = 0
+    while first < len(order):
+        end = np.searchsorted(q_sorted, 1.5 * q_sorted[first], side="right")
+        q, widest = q_sorted[first:end], np.maximum.accumulate(s_sorted[first:end])
+        # Each bound, once broken, stays broken further on, so counting finds where the run ends.
+        fits = (widest <= 1.5 * s_sorted[first] + 256) & (np.arange(1, len(q) + 1) * q * widest <= max_scores)
+        count = max(int(fits.sum()), 1)
+        groups.append(order[first : first + count])
+        first += count
     return groups
 
 
 def paged_attention_ref(
-    q_RND: Tensor, key_cache_MSD: Tensor, value_cache_MSD: Tensor, limit_R: Tensor, plan: AttentionPlan
+    q_RND: Tensor, key_cache_MSD: Tensor, value_cache_MSD: Tensor, limit_R: Tensor, plan: RectanglePlan
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D]; softmax in float32 or wider."""
+    """The torch form of `paged_attention`; softmax in float32 or wider."""
     parts = [
-        _rectangle_attention(q_RND, key_cache_MSD, value_cache_MSD, limit_R, rectangle)
-        for rectangle in plan.rectangles
+        _rectangle_attention(q_RND, key_cache_MSD, value_cache_MSD, limit_R, rectangle) for rectangle in plan.rectangles
     ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out[plan.order_R]

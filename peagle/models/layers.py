@@ -65,9 +65,11 @@ class Rope(nn.Module):
         self.register_buffer("inv_freq", rope_inverse_frequencies(spec), persistent=False)
 
     def forward(self, positions_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [R, 1, D] in `dtype`, computed in float32."""
-        angles_RD = torch.outer(positions_R.float(), self.inv_freq).repeat(1, 2)
-        return angles_RD.cos()[:, None].to(dtype), angles_RD.sin()[:, None].to(dtype)
+        """cos and sin, each [R, 1, D] in `dtype`, computed in float32; the first half of sin is negated for
+        `apply_rope`."""
+        angles = torch.outer(positions_R.float(), self.inv_freq)
+        cos_RD, sin_RD = angles.cos().repeat(1, 2), angles.sin()
+        return cos_RD[:, None].to(dtype), torch.cat((-sin_RD, sin_RD), dim=-1)[:, None].to(dtype)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         """Behind `.to()` and `.to_empty()`: follow the device, keep the dtype, get values when leaving meta."""
@@ -78,8 +80,7 @@ class Rope(nn.Module):
 
 def apply_rope(x_RND: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
     """Rotate pairs (i, i + D/2), the Hugging Face layout."""
-    first, second = x_RND.chunk(2, dim=-1)
-    return x_RND * cos_R1D + torch.cat((-second, first), dim=-1) * sin_R1D
+    return x_RND * cos_R1D + x_RND.roll(x_RND.shape[-1] // 2, dims=-1) * sin_R1D
 
 
 class RMSNorm(nn.Module):
@@ -97,14 +98,14 @@ class RMSNorm(nn.Module):
 
 
 class MergedLinear(nn.Linear):
-    """Several projections of one input as a single matmul. `splits` are their output sizes, in order."""
+    """Several projections of one input as a single matmul, side by side in the output.
+
+    `splits` are their output sizes, in order: checkpoints and the optimiser treat the projections one by one.
+    """
 
     def __init__(self, in_features: int, splits: Sequence[int], *, bias: bool = False) -> None:
         super().__init__(in_features, sum(splits), bias=bias)
         self.splits = tuple(splits)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # returns the parts, not the whole
-        return F.linear(x, self.weight, self.bias).split(self.splits, dim=-1)
 
 
 class SwiGLU(nn.Module):
@@ -116,7 +117,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -142,9 +143,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, out_features, bias=o_bias)
 
     def forward(self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x))
-        out_RND = attend(self.layer, apply_rope(q, cos_R1D, sin_R1D), apply_rope(k, cos_R1D, sin_R1D), v)
-        return self.o_proj(out_RND.flatten(-2))
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        rotated, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=-2)
+        q, k = apply_rope(rotated, cos_R1D, sin_R1D).split((self.heads, self.kv_heads), dim=-2)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
 
 class DecoderLayer(nn.Module):
@@ -166,9 +168,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(
-            layer, hidden, hidden, heads, kv_heads, head_dim, qkv_bias=qkv_bias, o_bias=o_bias
-        )
+        self.self_attn = Attention(layer, hidden, hidden, heads, kv_heads, head_dim, qkv_bias=qkv_bias, o_bias=o_bias)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(hidden, intermediate, bias=mlp_bias)
 

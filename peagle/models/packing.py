@@ -3,7 +3,6 @@
 from torch import Tensor, nn
 
 from peagle.kernels.linear import can_pack, pack_weight, packed_linear
-from peagle.models.layers import MergedLinear
 
 
 class PackedLinear(nn.Module):
@@ -11,7 +10,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = pack_weight(linear.weight.detach())
         self.bias = linear.bias
 
@@ -19,22 +17,10 @@ class PackedLinear(nn.Module):
         return packed_linear(x_RI, self.packed, self.bias)
 
 
-class PackedMergedLinear(PackedLinear):
-    """`MergedLinear`, packed."""
-
-    def __init__(self, linear: MergedLinear) -> None:
-        super().__init__(linear)
-        self.splits = linear.splits
-
-    def forward(self, x_RI: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # returns the parts
-        return super().forward(x_RI).split(self.splits, dim=-1)
-
-
 def pack_linears(module: nn.Module) -> None:
     """Replace every linear layer below `module` that can be packed, in place. The module is for inference only then."""
     for name, child in module.named_children():
         if isinstance(child, nn.Linear) and can_pack(child.weight):
-            packed = PackedMergedLinear(child) if isinstance(child, MergedLinear) else PackedLinear(child)
-            setattr(module, name, packed)
+            setattr(module, name, PackedLinear(child))
         else:
             pack_linears(child)

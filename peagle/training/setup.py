@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+_SHARE_MARGIN = 1.03  # mask rows to spare, for packs with more than the average supervision
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Usable documents: the first `training` of them are trained on, the others are held out."""
@@ -81,13 +84,21 @@ def resolve_attention(name: str, device: torch.device) -> Backend:
     return "flex" if device.type == "cuda" and name != "dense" else "dense"
 
 
-def row_layout(config: TrainConfig, backend: Backend) -> RowLayout:
-    """Static shape of a step; FlexAttention wants whole blocks of positions."""
+def row_layout(config: TrainConfig, backend: Backend, documents: Sequence[Document]) -> RowLayout:
+    """Static shape of a step; FlexAttention wants whole blocks of positions.
+
+    Without a configured share of supervised positions, the documents' own plus a little: packs then run out of
+    positions and of mask rows at about the same time.
+    """
+    share = config.supervised_share
+    if share is None:
+        supervised = sum(int(document.loss_mask.sum()) for document in documents)
+        share = min(1.0, _SHARE_MARGIN * supervised / max(1, sum(len(d.input_ids) for d in documents)))
     positions = round_up(config.batch_positions, ROW_BLOCK) if backend == "flex" else config.batch_positions
     rule = (config.num_depths, config.keep_ratio, config.min_keep)
     return RowLayout(
         positions=positions,
-        mask_rows=mask_rows_capacity(positions, config.supervised_share, *rule),
+        mask_rows=mask_rows_capacity(positions, share, *rule),
         num_depths=config.num_depths,
         keep_ratio=config.keep_ratio,
         min_keep=config.min_keep,

@@ -200,6 +200,6 @@ def write_error(path: Path, error: OSError) -> PeagleError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PeagleError(
             f"no space left on the disk of {path.parent} while writing {path.name}: free some space and run the same "
-            "command again, finished shards are kept"
+            "command again, finished files are kept"
         )
     return PeagleError(f"cannot write {path} ({error.strerror}): make the folder writable or choose another --out")

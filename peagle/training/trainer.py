@@ -123,7 +123,7 @@ class Trainer:
         self.target, self.corpus, self.out, self.config, self.recipe = target, corpus, out, config, recipe
         self.state, self.console = state, console
         backend = resolve_attention(config.attention, self.device)
-        self.layout: RowLayout = row_layout(config, backend)
+        self.layout: RowLayout = row_layout(config, backend, corpus.train)
         self.planned = planned_steps(corpus, self.layout, config)
         self.drafter: PEagleDrafter = build_drafter(target, corpus.documents, config, weight.dtype, self.device)
         kind: OptimizerKind = "muon" if config.optimizer == "muon" else "adamw"

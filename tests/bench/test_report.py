@@ -23,7 +23,10 @@ ACCEPTANCE = AcceptanceRow(
     acceptance_length=2.4449,
     acceptance_length_without_loops=2.1,
     accepted_share_per_position=(0.7, 0.45, 0.25),
+    accepted_share_per_position_without_loops=(0.6, 0.3, 0.2),
+    looping_token_share=0.25,
     prompts=80,
+    rounds=8000,
     tokens=20480,
 )
 SPEED = SpeedRow(

@@ -47,7 +47,8 @@ def test_cache_equals_recomputation_and_poison_is_never_read(k: int, chunk: int)
     plain = llm.generate(prompts, params)
     llm.set_speculation(True)
     force_drafts(llm, plain, seed=k, right=0.7)
-    caches = (llm._step._target_cache, llm._step._drafter_cache)
+    drafter_cache = llm._step._draft_side.cache
+    caches = (llm._step._target_cache, drafter_cache)
     for cache in caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
@@ -63,8 +64,9 @@ def test_cache_equals_recomputation_and_poison_is_never_read(k: int, chunk: int)
             kv = drafter_kv_from_scratch(llm, tokens)
             slots = slots_of(llm, request, 0, done)
             for layer, (keys, values) in kv.items():
-                torch.testing.assert_close(caches[1].keys[layer][:, slots].transpose(0, 1), keys, rtol=0, atol=1e-10)
-                torch.testing.assert_close(caches[1].values[layer][:, slots].transpose(0, 1), values, rtol=0, atol=1e-10)
+                for cached, computed in ((drafter_cache.keys, keys), (drafter_cache.values, values)):
+                    cached_RMD = cached[layer][:, slots].transpose(0, 1)
+                    torch.testing.assert_close(cached_RMD, computed, rtol=0, atol=1e-10)
             checked.append(done)
             stale = slots_of(llm, request, done, min(done + 2 * k, len(request.blocks) * 4))
             for cache in caches:  # mask rows and rejected rows: nobody may read them again

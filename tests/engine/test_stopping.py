@@ -73,12 +73,13 @@ def test_stop_strings(llm_and_plain, start: int, length: int):
     assert "".join(pieces) == output.text
     assert output.finish_reason == "stop"
     decoded = llm.tokenizer.decode(output.token_ids)
-    assert stop in decoded and stop not in llm.tokenizer.decode(output.token_ids[:-1])
+    assert stop in decoded
+    assert stop not in llm.tokenizer.decode(output.token_ids[:-1])
 
 
 def test_streamed_pieces_add_up(llm_and_plain):
     llm, plain = llm_and_plain
-    pieces: dict[int, str] = {i: "" for i in range(len(PROMPTS))}
+    pieces: dict[int, str] = dict.fromkeys(range(len(PROMPTS)), "")
 
     def collect(index: int, piece: str) -> None:
         pieces[index] += piece
@@ -100,8 +101,8 @@ def test_an_exception_in_a_callback_frees_everything(llm_and_plain):
 
 
 def test_half_characters_are_held_back():
-    from transformers import PreTrainedTokenizerFast
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -130,7 +131,7 @@ def test_bad_prompts_are_named_before_any_work():
         llm.generate([[2, 3], [5] * 32], params)
     with pytest.raises(PeagleError, match="prompt 0 is empty"):
         llm.generate([[]], params)
-    with pytest.raises(PeagleError, match="outside 0 .. 95"):
+    with pytest.raises(PeagleError, match=r"outside 0 \.\. 95"):
         llm.generate([[96]], params)
     with pytest.raises(PeagleError, match="2 sampling params"):
         llm.generate([[2]], [params, params])

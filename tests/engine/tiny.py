@@ -15,6 +15,7 @@ from peagle.config import EngineConfig
 from peagle.drafters.init import new_drafter
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
+from peagle.engine.step import Batch, DraftSide, StepTensors
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
@@ -68,19 +69,16 @@ def force_drafts(llm: LLM, plain: Sequence[RequestOutput], seed: int, right: flo
     rng = np.random.default_rng(seed)
     step, original = llm._step, llm._step._draft
 
-    def drafts(batch: Any, *args: Any) -> Tensor:
-        real_BK = original(batch, *args)
-        accepted_B = args[_index_of_accepted(args)].tolist()
+    def drafts(
+        side: DraftSide, batch: Batch, tensors: StepTensors, tokens_BV: Tensor, accepted_B: Tensor, taps_TC: Tensor
+    ) -> Tensor:
+        real_BK = original(side, batch, tensors, tokens_BV, accepted_B, taps_TC)
         by_slot = {r.slot: r for r in llm._scheduler.running}
-        for i, slot in enumerate(batch.slot_B.tolist()):
+        for i, (slot, accepted) in enumerate(zip(batch.slot_B.tolist(), accepted_B.tolist(), strict=True)):
             request = by_slot[slot]
-            known = plain[request.index].token_ids[len(request.output_ids) + accepted_B[i] + 1 :]
+            known = plain[request.index].token_ids[len(request.output_ids) + accepted + 1 :]
             for j, token in enumerate(known[: real_BK.shape[1]]):
                 real_BK[i, j] = token if rng.random() < right else (token + 1) % 95
         return real_BK
 
     step._draft = drafts  # type: ignore[method-assign]
-
-
-def _index_of_accepted(args: tuple[Any, ...]) -> int:
-    return next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.ndim == 1 and a.dtype == torch.int64)

@@ -55,10 +55,8 @@ def scalar_layout(ids, first, next_tokens, starts, ends, tables, *, k: int, bloc
             slot = PADDING_SLOT_ID
             if not dead and position < limit:
                 slot = tables[r][position // block] * block + position % block
-            if j < copied:
-                token = ids[starts[r] + 1 + j]
-            else:
-                token = next_token if j == copied else 0 if dead else MASK
+            filler = next_token if j == copied else 0 if dead else MASK
+            token = ids[starts[r] + 1 + j] if j < copied else filler
             rows.append((token, position, slot, copied < j < copied + k, dead))
     return rows
 
@@ -68,7 +66,9 @@ def columns(*tensors: Tensor) -> list[tuple]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 7), st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=1, max_size=5), st.data())
+@given(
+    st.integers(1, 7), st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=1, max_size=5), st.data()
+)
 def test_equals_a_scalar_loop(k: int, requests: list[tuple[int, int]], data: st.DataObject):
     """Random prefill chunks and decode rows, any number of rejected rows, positions up to and past the length limit."""
     block, limit = 4, 48
@@ -84,5 +84,5 @@ def test_equals_a_scalar_loop(k: int, requests: list[tuple[int, int]], data: st.
     layout = lay_out(ids, positions, next_tokens, starts, ends, tables, k=k, block=block, limit=limit)
     rows = columns(layout.input_ids, layout.positions, layout.slots, layout.is_masked, layout.is_rejected)
     assert rows == scalar_layout(ids, first, next_tokens, starts, ends, tables, k=k, block=block, limit=limit)
-    expected_samples = [starts[r] + r * (k - 1) + ends[r] - starts[r] + j for r in range(len(requests)) for j in range(k)]
+    expected_samples = [ends[r] + r * (k - 1) + j for r in range(len(requests)) for j in range(k)]
     assert layout.sample_rows.tolist() == expected_samples

@@ -8,7 +8,7 @@ from torch import Tensor
 from peagle.kernels.accept import accept_ref
 from peagle.kernels.kv_write import kv_write_ref
 from peagle.kernels.linear import can_pack, linear_ref, pack_weight, packed_linear
-from peagle.kernels.paged_attention import paged_attention_ref, plan_attention
+from peagle.kernels.paged_attention import paged_attention_ref, plan_rectangles
 
 BLOCK = 4
 
@@ -48,7 +48,8 @@ def test_equals_the_loop_and_reads_nothing_else(heads: int, kv_heads: int, shape
     q_RND = torch.randn(sum(q for q, _ in shapes), heads, dim, dtype=torch.float64)
     lens = [np.array(column) for column in zip(*shapes, strict=True)]
     # The plan's key lengths are an upper bound: rows past it may exist in the block table and hold NaN.
-    plan = plan_attention(lens[0], np.minimum(lens[1] + 3, 64), tables, BLOCK, heads_per_kv=heads // kv_heads, device=torch.device("cpu"))
+    key_lens, cpu = np.minimum(lens[1] + 3, 64), torch.device("cpu")
+    plan = plan_rectangles(lens[0], key_lens, tables, BLOCK, heads_per_kv=heads // kv_heads, device=cpu)
     limit = torch.tensor([r for request in rows for r in request])
     out = paged_attention_ref(q_RND, keys, values, limit, plan)
     expected = reference(q_RND, [k for k, _ in contexts], [v for _, v in contexts], rows)
@@ -64,7 +65,12 @@ def test_padding_slots_are_never_written_to_a_block():
 
 @pytest.mark.parametrize(
     "tokens,drafts,accepted",
-    [([5, 6, 7, 8], [5, 6, 7], 3), ([5, 6, 7, 8], [5, 9, 7], 1), ([5, 6, 7, 8], [9, 6, 7], 0), ([5, 5, 5, 5], [-1] * 3, 0)],
+    [
+        ([5, 6, 7, 8], [5, 6, 7], 3),
+        ([5, 6, 7, 8], [5, 9, 7], 1),
+        ([5, 6, 7, 8], [9, 6, 7], 0),
+        ([5, 5, 5, 5], [-1] * 3, 0),
+    ],
 )
 def test_accept_counts_the_matching_prefix(tokens: list[int], drafts: list[int], accepted: int):
     assert accept_ref(torch.tensor([tokens]), torch.tensor([drafts])).tolist() == [accepted]

@@ -43,7 +43,7 @@ def test_padded_documents_run_as_if_alone():
 def test_gathered_features_are_those_of_the_right_tokens():
     """Taps of token i and the hidden state of token i + 1, from both sources."""
     target, data = tiny_target().model, documents(6)
-    layout = row_layout(recipe(), "dense")
+    layout = row_layout(recipe(), "dense", documents(4))
     ids = [document.input_ids[:-1] for document in data]
     cached = fill_cache(target, (1, 3), ids, Console(quiet=True))
     online = OnlineFeatures(target, (1, 3), "dense")
@@ -80,7 +80,7 @@ def test_too_large_cache_names_both_sizes_and_the_remedy(monkeypatch):
 def test_batches_continue_from_any_place():
     data, layout, source = (
         documents(12),
-        row_layout(recipe(), "dense"),
+        row_layout(recipe(), "dense", documents(4)),
         OnlineFeatures(tiny_target().model, (1,), "dense"),
     )
     stream = batches(data, layout, source, 3, Place())
@@ -102,7 +102,7 @@ def test_prefetcher_passes_errors_on_and_stops():
         raise RuntimeError("broken shard")
 
     def make() -> Batch:
-        data, layout = documents(4), row_layout(recipe(), "dense")
+        data, layout = documents(4), row_layout(recipe(), "dense", documents(4))
         return next(batches(data, layout, OnlineFeatures(tiny_target().model, (1,), "dense"), 0, Place()))
 
     with Prefetcher(source(), CPU) as data:

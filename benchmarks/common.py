@@ -1,0 +1,28 @@
+"""What the benchmark scripts share: prompt suites, where the shipped head is, and the command line as a record."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from peagle.bench.datasets import read_prompts
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = ROOT / "heads" / "smollm2-135m-instruct-p-eagle"
+RESULTS = ROOT / "benchmarks" / "results"
+MODEL = "smollm2-135m"
+SUITES = ("mt_bench", "humaneval")
+
+Conversation = list[dict[str, str]]
+
+
+def first_turns(suite: str, limit: int | None = None) -> list[Conversation]:
+    """The first user turn of every row of a suite, as a conversation."""
+    rows = read_prompts(ROOT / "benchmarks" / "data" / f"{suite}.jsonl")
+    return [list(row.messages) for row in rows[:limit]]
+
+
+def command() -> str:
+    """The command that is running, from the repository's root."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return subprocess.list2cmdline(["python", str(name), *sys.argv[1:]])

@@ -1,0 +1,153 @@
+"""The Triton form of paged attention against its torch twin: on a GPU as it is, elsewhere in Triton's interpreter.
+
+Triton decides at import whether it interprets, so the CPU tests run in a process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.kernels.paged_attention import TilePlan, paged_attention, plan_attention
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+
+RAGGED = [(4, 9), (4, 30), (1, 2), (17, 17)]
+# Relative error of the whole output (2-norm). Both forms round in the input's precision, in a different order.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def relative_error(
+    shapes: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    dtype: torch.dtype,
+    device: str,
+    dead_rows: int = 0,
+) -> float:
+    """Attend with both forms; `shapes` are (new rows, keys). Every slot past a request's keys holds NaN.
+
+    The last `dead_rows` rows of a request see key 0 alone, as in the drafter's layout.
+    """
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    query_lens, lengths = (np.array(column) for column in zip(*shapes, strict=True))
+    needed = -(-lengths // block)
+    free = rng.permutation(int(needed.sum()) + 3)
+    tables = np.zeros((len(shapes), int(needed.max()) + 2), dtype=np.int64)
+    keys = torch.full((kv_heads, len(free) * block + 1, dim), torch.nan)
+    values, limits = keys.clone(), []
+    for i, (rows, length) in enumerate(shapes):
+        tables[i, : needed[i]], free = free[: needed[i]], free[needed[i] :]
+        at = torch.from_numpy((tables[i, : needed[i], None] * block + np.arange(block)).ravel()[:length])
+        keys[:, at], values[:, at] = torch.randn(2, kv_heads, length, dim)
+        limit = torch.arange(length - rows, length)
+        limit[max(rows - dead_rows, 1) :] = 0
+        limits.append(limit)
+    # A slice of a wider projection: rows are further apart than they are long.
+    q = torch.randn(int(query_lens.sum()), heads + 2 * kv_heads, dim).to(device, dtype)[:, :heads]
+
+    def run(backend: str) -> Tensor:
+        # The plan's key lengths are an upper bound.
+        plan = plan_attention(
+            query_lens, lengths + block + 1, tables, block,
+            heads_per_kv=heads // kv_heads, head_dim=dim, device=q.device, backend=backend,
+        )  # fmt: skip
+        assert isinstance(plan, TilePlan) == (backend == "triton")
+        limit = torch.cat(limits).to(device)
+        return paged_attention(q, keys.to(device, dtype), values.to(device, dtype), limit, plan).double()
+
+    expected, out = run("torch"), run("triton")
+    assert expected.isfinite().all()
+    return float((out - expected).norm() / expected.norm())
+
+
+@pytest.fixture
+def numpy_scalars(monkeypatch):
+    """NumPy 2.4 no longer turns a one-element array into an int; Triton 3.6 interprets `range` that way."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor, *scope):
+        original(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
+def test_in_the_interpreter():
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "skipped" not in result.stdout
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("heads,kv_heads,dim", [(9, 3, 64), (6, 2, 16), (4, 4, 32), (8, 1, 16)])
+@pytest.mark.parametrize("shapes", [[(1, 1)], RAGGED, [(1, 5)] * 5 + [(8, 64)], [(3, 70), (40, 90)]])
+def test_interpreted(heads: int, kv_heads: int, dim: int, shapes: list[tuple[int, int]]):
+    error = relative_error(shapes, heads, kv_heads, dim, 4, torch.float32, "cpu")
+    assert error < TOLERANCE[torch.float32]
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("block", [1, 16])
+def test_interpreted_with_dead_rows_and_other_blocks(block: int):
+    error = relative_error([(8, 30), (8, 9), (8, 100)], 9, 3, 64, block, torch.float32, "cpu", dead_rows=3)
+    assert error < TOLERANCE[torch.float32]
+
+
+@interpreter
+def test_interpreted_head_dims_that_do_not_tile_go_to_torch():
+    lens, tables = np.array([1]), np.zeros((1, 1), dtype=np.int64)
+    for dim in (8, 80):
+        plan = plan_attention(
+            lens, lens, tables, 16, heads_per_kv=1, head_dim=dim, device=torch.device("cpu"), backend="triton"
+        )
+        assert not isinstance(plan, TilePlan)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads,kv_heads,dim", [(9, 3, 64), (8, 1, 128), (14, 2, 64), (4, 4, 128)])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(1, length) for length in range(1, 400, 3)],  # decode
+        [(8, length) for length in range(8, 400, 7)],  # verification
+        [(1500, 1500), (500, 2000), (3, 700)],  # prefill, and chunks of it
+        [(1, 300)] * 64 + [(1000, 1000)],
+        RAGGED,
+    ],
+    ids=["decode", "verify", "prefill", "mixed", "ragged"],
+)
+def test_on_gpu(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, shapes: list[tuple[int, int]]):
+    error = relative_error(shapes, heads, kv_heads, dim, 16, dtype, "cuda")
+    assert error < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dead_rows_on_gpu(dtype: torch.dtype):
+    shapes = [(14, length) for length in range(14, 300, 5)]
+    assert relative_error(shapes, 9, 3, 64, 16, dtype, "cuda", dead_rows=6) < TOLERANCE[dtype]
