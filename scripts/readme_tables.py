@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
-def fill(readme: str, results: Path) -> str:
-    """A page's text with every marked block rendered anew from the files in `results`."""
+def fill(readme: str, results: Path, to_root: str = "") -> str:
+    """A page's text with every marked block rendered anew from the files in `results`; `to_root` leads links there."""
 
     def block(match: re.Match[str]) -> str:
         path = results / f"{match['name']}.json"
         body = render_block(match["name"], read_result(path) if path.exists() else None)
-        return f"{match[1]}{body}\n{match[3]}"
+        return f"{match[1]}{body.replace('](benchmarks/', f']({to_root}benchmarks/')}\n{match[3]}"
 
     return BLOCK.sub(block, readme)
 
@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
     stale = []
     for path in (ROOT / "README.md", *sorted(ROOT.glob("heads/*/README.md"))):
         current = path.read_text(encoding="utf-8")
-        wanted = fill(current, ROOT / "benchmarks" / "results")
+        to_root = "../" * (len(path.relative_to(ROOT).parts) - 1)
+        wanted = fill(current, ROOT / "benchmarks" / "results", to_root)
         if wanted != current:
             stale.append(str(path.relative_to(ROOT)))
             if arguments != ["--check"]:

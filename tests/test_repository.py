@@ -1,5 +1,6 @@
 """The repository's own habits: line budget, README tables, commands in documents that parse, no local paths."""
 
+import json
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import line_budget  # noqa: E402  # scripts/ is no package
 import readme_tables  # noqa: E402
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "heads/README.md", "benchmarks/data/README.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "heads", "benchmarks/data", "recipes/data")
 
 
 def documents():
@@ -35,7 +36,7 @@ def repository_files():
     )
     if listed.returncode == 0:
         return [path for name in listed.stdout.decode().split("\0") if name and (path := ROOT / name).is_file()]
-    folders = ("peagle", "tests", "scripts", "docs", "benchmarks", "heads")
+    folders = ("peagle", "tests", "scripts", "docs", "benchmarks", "heads", "recipes")
     return [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
 
 
@@ -91,7 +92,8 @@ def test_every_result_is_readable():
 
 def commands_in_documents():
     blocks = [block for path in documents() for block in re.findall(r"```\w*\n(.*?)```", path.read_text(), re.DOTALL)]
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    recipes = [re.sub(r"\$\w+", "1", path.read_text()) for path in (ROOT / "recipes").glob("*.sh")]
+    lines = [line.strip() for block in blocks + recipes for line in block.replace("\\\n", " ").splitlines()]
     lines += [line for examples in EXAMPLES.values() for line in examples.splitlines()]
     return sorted({line.split("  #")[0].strip() for line in lines if line.startswith("peagle ")})
 
@@ -101,6 +103,25 @@ def test_commands_in_documents_parse(line):
     verb, *arguments = shlex.split(line)[1:]
     command = typer.main.get_command(app).commands[verb]
     assert command.make_context(verb, arguments).params
+
+
+def test_recipes_are_executable_and_parse_as_shell():
+    for path in (ROOT / "recipes").glob("*.sh"):
+        assert os.access(path, os.X_OK)
+        assert subprocess.run(("bash", "-n", str(path))).returncode == 0
+
+
+def test_the_prompt_sample_is_what_its_readme_says():
+    folder = ROOT / "recipes" / "data"
+    rows = [json.loads(line) for line in (folder / "train_prompts_sample.jsonl").read_text().splitlines()]
+    table = re.findall(
+        r"^\| `(\w+)(\*?)` \| .+? \| ([\w.-]+) \| (\d+) \|", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == sum(int(count) for *_, count in table) == len({row["id"] for row in rows})
+    for source, star, licence, count in table:
+        drawn = [row for row in rows if row["source"] == source or (star and row["source"].startswith(source))]
+        assert len(drawn) == int(count), source
+        assert {row["license"] for row in drawn} == {licence}
 
 
 def test_links_in_documents_lead_somewhere():

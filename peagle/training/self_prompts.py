@@ -60,7 +60,8 @@ def self_prompts(model: str, out: Path, config: SelfPromptConfig, console: Conso
             "raise max_tokens or count, or lower top_p"
         )
     _write(out, texts, llm.target.name)
-    console.print(f"{out}: {len(texts):,} different user turns of {config.count:,} drawn", highlight=False)
+    line = f"{out}: {len(texts):,} different user turns of {config.count:,} drawn"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
     return len(texts)
 
 

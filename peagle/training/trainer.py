@@ -4,6 +4,7 @@ OUT/recipe.json     settings, base model and data hash
 OUT/train.jsonl     one line per report
 OUT/checkpoint/     state to resume from, replaced every `save_interval` steps, on Ctrl-C and at the end
 OUT/head/           the finished head
+OUT/training.png    the log as a picture, where matplotlib is installed
 
 The schedule: warm-up over `warmup_steps`, then a cosine to 0 over the planned steps (`max_steps`, else epochs x packs).
 With `max_seconds` the run also ends after that much training time (compilation, evaluations and earlier parts of a
@@ -15,6 +16,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -35,6 +37,7 @@ from peagle.training.interrupt import Interrupt
 from peagle.training.monitor import LogEntry, Monitor, Running, peak_memory_gib
 from peagle.training.objective import Objective
 from peagle.training.optim import OptimizerKind, build_optimizers, learning_rate_factor, set_learning_rate
+from peagle.training.plots import plot_training
 from peagle.training.rows import RowLayout
 from peagle.training.setup import (
     Corpus,
@@ -244,6 +247,8 @@ class Trainer:
         self.state = replace(self.state, finished=True)
         self._save(clock)
         monitor.note(f"head after {self.state.step:,} steps: {self.out / 'head'}")
+        if find_spec("matplotlib") is not None:
+            plot_training(self.out / "train.jsonl", self.out / "training.png")
         return TrainResult(head=self.out / "head", state=self.state, evaluation=evaluation)
 
     def _export(self, evaluation: Evaluation | None) -> None:

@@ -28,7 +28,8 @@ def test_it_is_light_and_whole():
     assert sum(file.stat().st_size for file in HEAD.iterdir()) < 20_000_000
     report = inspect_head(HEAD)
     assert report.problems == []
-    assert report.config is not None and report.config.num_layers == 4
+    assert report.config is not None
+    assert report.config.num_layers == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -45,7 +46,7 @@ def test_output_is_the_same_with_and_without_drafts(llm: LLM, temperature: float
 
 
 def test_it_accepts_what_its_card_says(llm: LLM):
-    """Far below the card's 3.1 to 3.6 at K = 5, because three short answers are noisy; a broken tap or mask gives 1.1."""
+    """Far below the card's 3.1 to 3.6 at K = 5: three short answers are noisy; a broken tap or mask gives 1.1."""
     outputs = llm.chat(PROMPTS, SamplingParams(max_tokens=64, temperature=0.0))
     rounds = sum(o.stats.num_rounds for o in outputs)
     assert 1 + sum(o.stats.num_accepted_tokens for o in outputs) / rounds > 2.2
