@@ -2,7 +2,7 @@
 
 Hardware: any; on one H200 the whole grid takes about two minutes. On 2 CPU cores use --limit 10 --suite mt_bench.
 
-    python benchmarks/acceptance.py --out benchmarks/results/acceptance-smollm2-135m.json
+    python -m benchmarks.acceptance --out benchmarks/results/acceptance-smollm2-135m.json
 """
 
 import argparse

@@ -23,6 +23,5 @@ def first_turns(suite: str, limit: int | None = None) -> list[Conversation]:
 
 def command() -> str:
     """The command that is running, from the repository's root."""
-    script = Path(sys.argv[0]).resolve()
-    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return subprocess.list2cmdline(["python", str(name), *sys.argv[1:]])
+    module = f"benchmarks.{Path(sys.argv[0]).stem}"
+    return subprocess.list2cmdline(["python", "-m", module, *sys.argv[1:]])

@@ -2,7 +2,7 @@
 
 Hardware: 2 cores; about ten minutes. Run it on an otherwise idle machine.
 
-    python benchmarks/cpu_speed.py
+    python -m benchmarks.cpu_speed
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Hardware: any; float32. On 2 CPU cores the whole grid takes about 40 minutes with --max-tokens 64.
 
-    python benchmarks/lossless.py
+    python -m benchmarks.lossless
 """
 
 import argparse
