@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import load_drafter
 from peagle.drafters.p_eagle import PEagleDrafter
 from peagle.engine.kv_cache import BlockPool, PagedCache
@@ -56,8 +57,8 @@ class LLM:
             attention=attention,
             seed=seed,
         )
-        torch_device = pick_device(config.device)
-        torch_dtype = pick_dtype(config.dtype, torch_device)
+        torch_device = resolve_device(config.device)
+        torch_dtype = resolve_dtype(config.dtype, torch_device)
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         target = load_target(model, dtype=torch_dtype, device=torch_device)
@@ -272,23 +273,3 @@ class LLM:
             request.finish_reason = request.finish_reason or "abort"
         self._scheduler.drop_finished()
         self._scheduler.waiting.clear()
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA when there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise PeagleError(f"device {name!r} is not known: use auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PeagleError(f"device {name!r} was asked for but CUDA is not available here: use cpu")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on the CPU, where speculation then changes no bit, and bfloat16 on CUDA."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -55,28 +55,6 @@ def split_corpus(documents: Sequence[Document], config: TrainConfig) -> Corpus:
     return Corpus([usable[d] for d in (*training, *held_out)], len(training))
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device a config names; "auto" is the GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise PeagleError(f"device {name!r} is not known: use auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PeagleError(f"device {name!r} was asked for and no CUDA GPU is visible: use --device cpu, or auto")
-    return device
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Compute precision; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    choices = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}
-    choices |= {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name not in choices:
-        raise PeagleError(f"dtype {name!r} is not supported: use auto, float32 or bfloat16")
-    return choices[name]
-
-
 def resolve_attention(name: str, device: torch.device) -> Backend:
     """Attention backend; "auto" is flex on a GPU and dense on a CPU."""
     if name == "flex" and device.type != "cuda":

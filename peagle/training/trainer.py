@@ -24,6 +24,7 @@ from rich.console import Console
 from torch.nn.utils import clip_grad_norm_
 
 from peagle.config import TrainConfig
+from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.p_eagle import PEagleDrafter
 from peagle.errors import PeagleError
@@ -43,8 +44,6 @@ from peagle.training.setup import (
     Corpus,
     build_drafter,
     resolve_attention,
-    resolve_device,
-    resolve_dtype,
     row_layout,
     split_corpus,
 )

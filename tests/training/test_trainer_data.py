@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from peagle.devices import resolve_device, resolve_dtype
 from peagle.errors import PeagleError
 from peagle.training import features as features_module
 from peagle.training.attention import causal_document_attend
@@ -17,8 +18,6 @@ from peagle.training.features import OnlineFeatures, fill_batches, fill_cache, p
 from peagle.training.setup import (
     choose_mask_token,
     resolve_attention,
-    resolve_device,
-    resolve_dtype,
     row_layout,
     split_corpus,
 )
