@@ -9,7 +9,8 @@ from typing import Any
 
 from peagle.drafters.p_eagle import DrafterConfig
 from peagle.errors import PeagleError
-from peagle.models.layers import Llama3Scaling, RopeSpec
+from peagle.models.layers import RopeSpec
+from peagle.models.spec import rope_from_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 MASK_ID_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # vLLM's order; releases before 0.26 know the last two
@@ -191,33 +192,10 @@ def _rope_to_dict(rope: RopeSpec) -> dict[str, Any]:
 
 
 def _rope_from_dict(raw: Mapping[str, Any], head_dim: int, where: str) -> RopeSpec:
-    parameters = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or parameters
-    if not isinstance(parameters, Mapping) or not isinstance(scaling, Mapping):
-        raise PeagleError(f"{where}: config.json has rope_scaling={_short(scaling)}: expected an object or null")
-    if any(isinstance(rule, Mapping) for rule in scaling.values()):
-        raise PeagleError(
-            f"{where}: config.json has one RoPE rule per layer kind: expected a single one; use another head"
-        )
-    theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return RopeSpec(theta=_number(theta, "rope_theta", where), head_dim=head_dim)
-    if kind != "llama3":
-        raise PeagleError(
-            f"{where}: config.json has rope_type={kind!r}, which is not supported: expected 'default' or 'llama3'; "
-            "use another head"
-        )
-    return RopeSpec(
-        theta=_number(theta, "rope_theta", where),
-        head_dim=head_dim,
-        scaling=Llama3Scaling(
-            factor=_number(scaling.get("factor"), "factor", where),
-            low_freq_factor=_number(scaling.get("low_freq_factor"), "low_freq_factor", where),
-            high_freq_factor=_number(scaling.get("high_freq_factor"), "high_freq_factor", where),
-            original_max_position_embeddings=_positive(scaling, "original_max_position_embeddings", where),
-        ),
-    )
+    try:
+        return rope_from_config(raw, head_dim, _positive(raw, "max_position_embeddings", where, 2048))
+    except PeagleError as error:
+        raise PeagleError(f"{where}: {error}") from None
 
 
 def _positive(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:

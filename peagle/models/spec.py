@@ -68,7 +68,7 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_number(config, "rms_norm_eps", default=1e-6),
-        rope=_rope(config, head_dim, max_positions),
+        rope=rope_from_config(config, head_dim, max_positions),
         max_position_embeddings=max_positions,
         qkv_bias=attention_bias,
         o_bias=attention_bias and llama,
@@ -111,22 +111,29 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         )
 
 
-def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
-    """Both spellings: `rope_theta` + `rope_scaling`, and the one dict `rope_parameters` of transformers 5."""
-    rules = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rules, Mapping):
-        raise PeagleError(f"rope_scaling {rules!r} is not an object: expected null or a JSON object; check config.json")
+def rope_from_config(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
+    """RoPE of a target's or a head's config.json; raises PeagleError for a rule that is not supported.
+
+    Both spellings: `rope_theta` + `rope_scaling`, and the one dict `rope_parameters` of transformers 5; a file that
+    has both may say different things, then the older spelling wins.
+    """
+    rules: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        found = config.get(key) or {}
+        if not isinstance(found, Mapping):
+            raise PeagleError(f"{key} {found!r} is not an object: expected null or a JSON object; check config.json")
+        rules.update(found)
     theta = rules.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA
     rope_type = rules.get("rope_type", rules.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise PeagleError(
-            f"rope type {rope_type!r} is not supported: expected 'default' or 'llama3'; choose another target"
+            f"rope type {rope_type!r} is not supported: expected 'default' or 'llama3'; choose another model"
         )
     partial = rules.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0 or any(isinstance(rule, Mapping) for rule in rules.values()):
         raise PeagleError(
-            f"rope parameters {dict(rules)!r} (partial_rotary_factor {partial}) are not supported: expected one rule "
-            "that rotates the whole head in every layer; choose another target"
+            f"rope parameters {rules!r} (partial_rotary_factor {partial}) are not supported: expected one rule "
+            "that rotates the whole head in every layer; choose another model"
         )
     scaling = None
     if rope_type == "llama3":
