@@ -1,6 +1,6 @@
 """Identical output with and without speculation: 50 prompts, greedy and at T = 0.8, several K, alone and in batches.
 
-Hardware: any; float32. On 2 CPU cores the whole grid takes about 40 minutes with --max-tokens 64.
+Hardware: any; float32. On 2 CPU cores the whole grid takes about half an hour with --max-tokens 32.
 
     python -m benchmarks.lossless
 """

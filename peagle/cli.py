@@ -212,7 +212,7 @@ def export(
 
 
 @app.command(epilog=EXAMPLES["demo"])
-def demo(max_tokens: MaxTokens = 128) -> None:
+def demo(max_tokens: MaxTokens = 96) -> None:
     """Answer three prompts with SmolLM2-135M, with and without its shipped head, and compare."""
     from rich.console import Console
 
