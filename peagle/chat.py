@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from peagle.errors import PeagleError
+from peagle.models.tokenizer import check_unicode
 from peagle.terminal import figures
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Stream the answer to the user's `text`. Ctrl-C stops it; what was said until then stays in the conversation.
 
-        A message that the engine refuses (too long for the context, for example) raises and is not kept.
+        A message that is refused (too long for the context, or no Unicode text) raises and is not kept.
         """
         said: list[str] = []
 
@@ -39,7 +40,7 @@ class Conversation:
             said.append(piece)
             self._write(piece)
 
-        asked = [*self.messages, {"role": "user", "content": text}]
+        asked = [*self.messages, {"role": "user", "content": check_unicode(text, "the message")}]
         try:
             output = self._llm.chat([asked], self._params, on_delta=on_delta)[0]
         except KeyboardInterrupt:

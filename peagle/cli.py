@@ -11,7 +11,7 @@ import typer
 
 from peagle.config import PrepareConfig, SelfPromptConfig, SpeculativeConfig, TrainConfig
 from peagle.errors import PeagleError
-from peagle.exits import USER_ERROR_STATUS, run
+from peagle.exits import USER_ERROR_STATUS, prepare_streams, run
 from peagle.flags import with_flags
 from peagle.help import EXAMPLES, PREPARE_FLAGS, SELF_PROMPT_FLAGS, TRAIN_FLAGS
 from peagle.speculation import choose_speculation
@@ -83,7 +83,7 @@ def generate(
         num_speculative_tokens=num_speculative_tokens,
         disabled=no_speculation,
     )
-    rows = read_prompts(prompts_file) if prompts_file else [PromptRow.of_user(prompt or "")]
+    rows = read_prompts(prompts_file) if prompts_file is not None else [PromptRow.of_user(prompt or "")]
     from peagle.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -228,5 +228,6 @@ def _load(model: str, speculation: SpeculativeConfig | None, dtype: str) -> "LLM
 
 
 def main() -> None:
-    """Entry point of the `peagle` command."""
+    """Run the command line of this process and leave with its status; `peagle.__main__` is the entry point."""
+    prepare_streams()
     sys.exit(run(app, sys.argv[1:]))

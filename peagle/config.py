@@ -1,6 +1,7 @@
 """Every setting of the project, one frozen dataclass per verb: the only source of defaults."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -34,6 +35,8 @@ class SpeculativeConfig:
                 f"num_speculative_tokens is {k!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}; "
                 "to decode without drafts, leave the speculative config out"
             )
+        if self.parallel_drafting is not None and not isinstance(self.parallel_drafting, bool):
+            raise PeagleError(f"parallel_drafting is {self.parallel_drafting!r}: it must be true, without quotes")
         if self.parallel_drafting is False:
             raise PeagleError("parallel_drafting is false: only parallel drafting is available, set it to true")
         if not isinstance(self.model, str) or not self.model:
@@ -60,8 +63,11 @@ class SpeculativeConfig:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise PeagleError(f"--speculative-config is not valid JSON at character {error.pos}: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a thousand brackets
+            raise PeagleError(f"--speculative-config is JSON that cannot be read ({error}): shorten it") from None
         if not isinstance(values, dict):
-            raise PeagleError(f"--speculative-config is a JSON {type(values).__name__}: it must be an object")
+            kind = "null" if values is None else type(values).__name__
+            raise PeagleError(f"--speculative-config is a JSON {kind}: it must be an object")
         return cls.from_mapping(values)
 
 
@@ -179,9 +185,21 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "loss_chunk")
         _check_at_least(self, 1, "log_interval", "save_interval")
-        _check_at_least(self, 0, "warmup_steps", "holdout", "min_keep")
-        if not 0.0 < self.keep_ratio <= 1.0:
-            raise PeagleError(f"keep_ratio is {self.keep_ratio}: it must be in (0, 1]")
+        _check_at_least(self, 0, "warmup_steps", "holdout")
+        _check_positive(self, "epochs", "muon_lr", "adamw_lr", "clip_norm")
+        _check_share(self, "keep_ratio", "depth_decay")
+        if self.max_steps is not None:
+            _check_at_least(self, 1, "max_steps")
+        if self.max_seconds is not None:
+            _check_positive(self, "max_seconds")
+        if self.supervised_share is not None:
+            _check_share(self, "supervised_share")
+        if not 0.0 <= self.min_keep <= 1.0:
+            raise PeagleError(f"min_keep is {self.min_keep}: it must be in [0, 1]")
+        if not 0 <= self.seed < 2**63:
+            raise PeagleError(f"seed is {self.seed}: it must be in 0 .. {2**63 - 1}")
+        if self.int8 and not self.compact:
+            raise PeagleError("int8 needs compact: 8-bit layers exist in the compact layout only, ask for both")
         if self.loss not in ("soft-ce", "hard-ce"):
             raise PeagleError(f"loss {self.loss!r} is not known: use soft-ce or hard-ce")
         if self.optimizer not in ("muon", "adamw"):
@@ -192,5 +210,18 @@ class TrainConfig:
 
 def _check_at_least(config: object, least: int, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < least:
+        if not getattr(config, name) >= least:  # not "<": a NaN is no number to count with
             raise PeagleError(f"{name} is {getattr(config, name)}: it must be at least {least}")
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise PeagleError(f"{name} is {value}: it must be finite and above 0")
+
+
+def _check_share(config: object, *names: str) -> None:
+    for name in names:
+        if not 0.0 < getattr(config, name) <= 1.0:
+            raise PeagleError(f"{name} is {getattr(config, name)}: it must be in (0, 1]")

@@ -2,7 +2,10 @@
 
 import errno
 import os
+import re
 import sys
+from io import TextIOWrapper
+from typing import TextIO
 
 import typer
 
@@ -12,6 +15,26 @@ from peagle.errors import PeagleError
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 USER_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
+
+
+def prepare_streams() -> None:
+    """Make the standard streams usable whatever the shell gave: closed, or in an encoding that lacks characters."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in this order each takes its own number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open until the end
+    _reconfigure(sys.stdin, errors="surrogateescape")  # bad bytes then get an error of ours, not a traceback
+    _reconfigure(sys.stdout, errors="replace")
+    _reconfigure(sys.stderr, errors="replace")
+
+
+def write_utf8() -> None:
+    """Switch stdout to UTF-8, for output that another program reads."""
+    _reconfigure(sys.stdout, encoding="utf-8")
+
+
+def _reconfigure(stream: TextIO, *, encoding: str | None = None, errors: str | None = None) -> None:
+    if isinstance(stream, TextIOWrapper):  # a caller may have put something else in place
+        stream.reconfigure(encoding=encoding, errors=errors)
 
 
 def run(app: typer.Typer, arguments: list[str]) -> int:
@@ -46,7 +69,7 @@ def explain(error: Exception) -> str | None:
     elif isinstance(error, OSError):
         line = _explain_os_error(error)
     elif _is_out_of_memory(error):
-        line = f"out of memory ({str(error).split('. ')[0]}): use a smaller batch, fewer tokens or a smaller model"
+        line = f"out of memory ({_memory_wanted(error)}): use a smaller batch, fewer tokens or a smaller model"
     else:
         return None
     return " ".join(line.split())
@@ -64,4 +87,11 @@ def _explain_os_error(error: OSError) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     # By name: comparing with torch's class would import torch for every mistyped flag.
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _memory_wanted(error: Exception) -> str:
+    """The part of a message that says how much was asked for, where it says so; else its first sentence."""
+    wanted = re.search(r"tried to allocate \d+ bytes", str(error))
+    return wanted[0] if wanted else str(error).split(". ")[0]

@@ -5,7 +5,7 @@ counter-based: it depends on (request seed, index, token id) alone, so it is the
 draft, decoded alone or batched with strangers. A draft is accepted iff it equals that token.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,16 @@ from torch import Tensor
 
 from peagle.errors import PeagleError
 
+MAX_TEMPERATURE = 100.0
+GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they differ from a greedy choice
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one request is sampled and when it stops. Names and meanings follow vLLM.
 
-    `top_k` 0 or -1 and `top_p` 1.0 are off; `seed` None draws a fresh one; `stop` strings are cut from the text.
+    `top_k` 0 or -1 and `top_p` 1.0 are off; `seed` None draws a fresh one; `stop`, one string or several, is cut from
+    the text; a temperature below 1e-5 is greedy.
     """
 
     max_tokens: int = 256
@@ -26,23 +30,28 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise PeagleError(f"max_tokens is {self.max_tokens}: it must be at least 1")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            raise PeagleError(f"temperature is {self.temperature}: it must be 0 (greedy) or a positive number")
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
+            raise PeagleError(f"temperature is {self.temperature}: it must be 0 (greedy) to {MAX_TEMPERATURE:g}")
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
         if not 0.0 < self.top_p <= 1.0:
             raise PeagleError(f"top_p is {self.top_p}: it must be in (0, 1]; 1 turns it off")
-        if self.top_k < -1:
-            raise PeagleError(f"top_k is {self.top_k}: it must be at least 1; 0 or -1 turns it off")
+        if not -1 <= self.top_k < 2**31:
+            raise PeagleError(f"top_k is {self.top_k}: it must be 1 to 2^31 - 1; 0 or -1 turns it off")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise PeagleError(f"seed is {self.seed}: it must be in 0 .. 2^63 - 1")
-        if any(not text for text in self.stop):
-            raise PeagleError("a stop string is empty: give at least one character")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise PeagleError(f"stop is {self.stop!r}: every stop string needs at least one character")
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ def choose_speculation(
                 "--speculative-config already names head and K: leave out --head, --num-speculative-tokens"
             )
         return SpeculativeConfig.from_json(speculative_config)
-    chosen = head or shipped_head(model)
+    if head == "":
+        raise PeagleError("--head is empty: give a head directory or Hub id, or --no-speculation to decode without")
+    chosen = shipped_head(model) if head is None else head
     if chosen is None:
         if num_speculative_tokens is not None:
             raise PeagleError(f"--num-speculative-tokens needs a head and none ships for {model}: add --head DIR")

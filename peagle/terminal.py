@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from peagle.bench.datasets import PromptRow
+from peagle.exits import write_utf8
 from peagle.models.tokenizer import render_chat
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from peagle.engine.engine import LLM
     from peagle.engine.request import RequestOutput
     from peagle.sampling import SamplingParams
+
+
+LINE_ENDS = "\u0085\u2028\u2029"  # json leaves them as they are, str.splitlines and others cut at them
 
 
 def prompt_text(tokenizer: "PreTrainedTokenizerFast", row: PromptRow, *, raw: bool) -> str:
@@ -32,7 +36,7 @@ def figures(output: "RequestOutput") -> str:
 
 
 def json_line(output: "RequestOutput") -> str:
-    """The machine-readable record of one answer."""
+    """The machine-readable record of one answer, on one line for every reader."""
     stats = output.stats
     record = {
         "prompt": output.prompt,
@@ -46,7 +50,10 @@ def json_line(output: "RequestOutput") -> str:
         "accepted_per_position": stats.accepted_per_position,
         "tokens_per_second": round(output.tokens_per_second, 2),
     }
-    return json.dumps(record, ensure_ascii=False)
+    line = json.dumps(record, ensure_ascii=False)
+    for character in LINE_ENDS:
+        line = line.replace(character, f"\\u{ord(character):04x}")
+    return line
 
 
 class OrderedAnswers:
@@ -95,6 +102,8 @@ def print_answers(llm: "LLM", rows: Sequence[PromptRow], params: "SamplingParams
         write("\n")
         sys.stderr.write(f"[{figures(output)}]\n")
 
+    if as_json:
+        write_utf8()
     answers = OrderedAnswers(len(rows), write, record if as_json else finish_text)
     prompts = [prompt_text(llm.tokenizer, row, raw=raw) for row in rows]
     on_delta = None if as_json else answers.on_delta

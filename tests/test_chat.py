@@ -73,3 +73,8 @@ def test_conversation_writes_pieces_as_they_come():
     pieces = []
     Conversation(FakeLLM(), None, pieces.append).answer("hi")
     assert pieces[:2] == ["you said ", "hi"]
+
+
+def test_a_message_that_is_no_unicode_is_not_kept(capsys):
+    assert talk("bad \udcff", "next").asked == [["next"]]
+    assert "the message is not valid Unicode text" in capsys.readouterr().out

@@ -290,3 +290,44 @@ def test_ctrl_c_leaves_the_chat_with_status_130(tiny):
     assert process.returncode == 130
     assert "peagle: interrupted" in err
     assert "Traceback" not in err
+
+
+def test_cpu_memory_that_runs_out_is_one_line():
+    message = "[enforce fail at alloc_cpu.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    line = explain(RuntimeError(message + "allocate 400 bytes. Error code 12 (Cannot allocate memory)"))
+    assert line == ("out of memory (tried to allocate 400 bytes): use a smaller batch, fewer tokens or a smaller model")
+
+
+def test_ctrl_c_during_the_first_imports():
+    code = (
+        "import sys, peagle.__main__ as entry\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, *_): raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "entry.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stderr) == (130, "\npeagle: interrupted\n")
+
+
+def test_streams_that_are_closed_or_lack_characters(tiny):
+    command = f"{sys.executable} -m peagle generate {tiny[0]} --raw --prompt hé --max-tokens 4 --temperature 3 --seed 1"
+    for more, extra in (
+        (">&- <&-", {}),
+        ("", {"PYTHONIOENCODING": "ascii"}),
+        ("--json", {"PYTHONIOENCODING": "ascii"}),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f"{command} {more}"], capture_output=True, env=environment(**extra), timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        if more == "--json":
+            assert json.loads(done.stdout.decode("utf-8"))["prompt"] == "hé"
+
+
+def test_bytes_that_are_no_text_on_the_command_line(tiny):
+    command = [sys.executable, "-m", "peagle", "generate", str(tiny[0]), "--prompt", b"a\xff"]
+    done = subprocess.run(command, capture_output=True, env=environment(), timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1
+    assert b"the prompt is not valid Unicode text" in done.stderr

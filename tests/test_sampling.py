@@ -85,9 +85,17 @@ def test_a_draft_vocabulary_sees_the_noise_of_its_target_ids():
     assert in_target.tolist() == in_draft.tolist()
 
 
+def test_spellings_that_vllm_takes_mean_the_same():
+    assert SamplingParams(stop="###").stop == ("###",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    assert SamplingParams(temperature=1e-39).temperature == 0.0
+
+
 @pytest.mark.parametrize(
     "bad", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1},
-            {"top_k": -2}, {"seed": -1}, {"stop": ("",)}],
+            {"top_k": -2}, {"top_k": 10**20}, {"seed": -1}, {"stop": ("",)}, {"stop": (5,)}, {"temperature": 1e300},
+            {"max_tokens": None}],
 )  # fmt: skip
 def test_bad_parameters_are_named(bad: dict):
     with pytest.raises(PeagleError, match=next(iter(bad))):

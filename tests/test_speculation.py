@@ -46,3 +46,22 @@ def test_flags_name_the_head():
         choose_speculation("m", speculative_config=json, head="d")
     with pytest.raises(PeagleError, match="add --head DIR"):
         choose_speculation("m", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("json", "says"),
+    [
+        ("[" * 100_000, "cannot be read"),
+        ('{"num_speculative_tokens": ' + "1" * 5000 + "}", "cannot be read"),
+        ("null", "a JSON null"),
+        ('{"model": "d", "num_speculative_tokens": 3, "parallel_drafting": "true"}', "without quotes"),
+    ],
+)
+def test_a_config_that_cannot_be_used(json, says):
+    with pytest.raises(PeagleError, match=says):
+        choose_speculation("m", speculative_config=json)
+
+
+def test_an_empty_head_is_no_way_to_leave_it_out(shipped):
+    with pytest.raises(PeagleError, match="--head is empty"):
+        choose_speculation("smollm2-135m", head="")

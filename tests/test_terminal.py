@@ -1,9 +1,11 @@
 """Answers are shown in prompt order, whatever order they finish in."""
 
+import json
 from types import SimpleNamespace
 
+from peagle.acceptance import AcceptanceStats
 from peagle.bench.datasets import PromptRow
-from peagle.terminal import OrderedAnswers, prompt_text
+from peagle.terminal import OrderedAnswers, json_line, prompt_text
 
 
 def test_answers_come_in_prompt_order():
@@ -23,3 +25,14 @@ def test_answers_come_in_prompt_order():
 def test_prompt_text_without_a_template_is_the_text():
     tokenizer = SimpleNamespace(chat_template=None)
     assert prompt_text(tokenizer, PromptRow.of_user("Hi"), raw=False) == "Hi"
+
+
+def test_a_record_is_one_line_for_every_reader():
+    text = "a\u2028b\u2029c\u0085d\ne é"
+    output = SimpleNamespace(
+        prompt=text, text=text, token_ids=[1], finish_reason="stop", tokens_per_second=1.0, stats=AcceptanceStats()
+    )
+    line = json_line(output)
+    assert len(line.splitlines()) == 1
+    assert json.loads(line)["text"] == text
+    assert "é" in line

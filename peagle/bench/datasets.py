@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from peagle.errors import PeagleError
+from peagle.models.tokenizer import check_unicode
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
@@ -30,39 +31,60 @@ class PromptRow:
     @classmethod
     def of_user(cls, text: str) -> Self:
         """A conversation of one user message."""
-        return cls(id="prompt", messages=({"role": "user", "content": text},))
+        return cls(id="prompt", messages=({"role": "user", "content": check_unicode(text, "the prompt")},))
 
 
 def read_prompts(path: Path | str) -> list[PromptRow]:
-    """Read a prompts file; blank lines are skipped. A PeagleError names the file and the line that is wrong."""
+    """Read a prompts file; blank lines are skipped. A PeagleError names the file and the line that is wrong.
+
+    A row without an id is called FILENAME:LINE, without the folder: sampling seeds follow the id, not the place.
+    """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand inside a string
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 may stand inside a string
     except UnicodeDecodeError as error:
         raise PeagleError(f"{path}: not UTF-8 text ({error.reason}); a prompts file is JSON lines") from None
     except OSError as error:
-        raise PeagleError(f"cannot read the prompts file {path}: {error.strerror}") from None
-    rows = [_parse_line(text, f"{path}:{number}") for number, text in enumerate(lines, 1) if text.strip()]
+        raise PeagleError(f"cannot read the prompts file {path}: {error.strerror}; check the path") from None
+    rows: list[PromptRow] = []
+    line_of: dict[str, int] = {}
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        row = _parse_line(text, f"{path}:{number}", f"{path.name}:{number}")
+        first = line_of.setdefault(row.id, number)
+        if first != number:
+            raise PeagleError(f"{path}:{number}: id {row.id!r} is taken by line {first}; give every row its own id")
+        rows.append(row)
     if not rows:
         raise PeagleError(f"{path} holds no prompts: give one JSON object a line with 'prompt', 'turns' or 'messages'")
     return rows
 
 
-def _parse_line(text: str, where: str) -> PromptRow:
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PeagleError(f"{where}: not valid JSON at character {error.pos + 1}: {error.msg}") from None
-    if not isinstance(row, dict):
-        raise PeagleError(
-            f"{where}: a JSON {type(row).__name__}, expected an object with 'prompt', 'turns' or 'messages'"
-        )
+def _parse_line(text: str, where: str, default_id: str) -> PromptRow:
+    row = _parse_object(text, where)
     spelled = [key for key in ("prompt", "turns", "messages") if key in row]
     if len(spelled) != 1:
         raise PeagleError(f"{where}: has {spelled or 'none'} of 'prompt', 'turns' and 'messages', expected exactly one")
     messages, later = _conversation(spelled[0], row[spelled[0]], where)
-    label = {key: str(row.get(key, "")) for key in ("source", "license", "category")}
-    return PromptRow(id=str(row.get("id", where)), messages=messages, later_turns=later, **label)
+    label = {key: "" if row.get(key) is None else str(row[key]) for key in ("source", "license", "category")}
+    row_id = default_id if row.get("id") is None else str(row["id"])
+    for part in (row_id, *label.values(), *(message["content"] for message in messages), *later):
+        check_unicode(part, f"{where}: a text")
+    return PromptRow(id=row_id, messages=messages, later_turns=later, **label)
+
+
+def _parse_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PeagleError(f"{where}: not valid JSON at character {error.pos + 1}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a thousand brackets
+        raise PeagleError(f"{where}: JSON that cannot be read ({error}); shorten it") from None
+    if not isinstance(row, dict):
+        kind = "null" if row is None else type(row).__name__
+        raise PeagleError(f"{where}: a JSON {kind}, expected an object with 'prompt', 'turns' or 'messages'")
+    return row
 
 
 def _conversation(key: str, value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:

@@ -24,6 +24,7 @@ from peagle.drafters.quantize import quantize_rows
 from peagle.drafters.vocab import target_ids
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
+from peagle.models.hub import expand_home
 from peagle.models.layers import Rope
 from peagle.models.spec import ModelSpec
 
@@ -96,7 +97,7 @@ def save_drafter(
     `compact` needs `target` and leaves out what equals the target's tables in `dtype`; `int8_layers` needs `compact`.
     Raises PeagleError for NaN or infinite weights, for an unwritable `path`, and when `path` holds something else.
     """
-    path = Path(path).expanduser()
+    path = expand_home(path, f"head {path}")
     where = f"head {path}"
     if compact and target is None:
         raise PeagleError(f"{where}: a compact head is stored relative to its target: name the target, or save it full")
@@ -157,7 +158,7 @@ def check_compatible(config: DrafterConfig, spec: ModelSpec, *, where: str = "th
 
 def resolve_head(path_or_hub_id: Path | str) -> Path:
     """A local head directory, or the snapshot of a Hub id such as `org/name`. Raises PeagleError."""
-    path = Path(path_or_hub_id).expanduser()
+    path = expand_home(path_or_hub_id, f"head {path_or_hub_id}")
     if path.is_dir():
         return path
     name = str(path_or_hub_id)

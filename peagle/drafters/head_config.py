@@ -4,13 +4,14 @@ Writing is explicit: every key a reader could otherwise guess is there, and keys
 written under each of their names. Reading follows vLLM's lookup order and refuses what this drafter cannot compute.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from peagle.drafters.p_eagle import DrafterConfig
 from peagle.errors import PeagleError
 from peagle.models.layers import RopeSpec
-from peagle.models.spec import rope_from_config
+from peagle.models.spec import MAX_SIZE, rope_from_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 MASK_ID_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # vLLM's order; releases before 0.26 know the last two
@@ -77,6 +78,7 @@ def config_from_dict(raw: Mapping[str, Any], *, target_layers: int | None, where
 
     `where` names the head in errors. Raises PeagleError for a missing or malformed key and for unsupported values.
     """
+    refuse_target(raw, where)
     refuse_unsupported(raw, where)
     hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
     kv_heads = _positive(raw, "num_key_value_heads", where, heads)
@@ -112,6 +114,18 @@ def default_tap_ids(target_layers: int) -> tuple[int, int, int]:
     return 2, target_layers // 2, target_layers - 3
 
 
+def refuse_target(raw: Mapping[str, Any], where: str) -> None:
+    """Raise PeagleError for the config.json of a target: a causal language model without any key of a head."""
+    named = raw.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    of_head = mask_token_ids(raw) or lookup(raw, TAP_KEY) is not None or any("eagle" in n.lower() for n in names)
+    if not of_head and any(name.endswith("ForCausalLM") for name in names):
+        raise PeagleError(
+            f"{where} is a target, not a head (architectures {', '.join(names)}): "
+            "give the directory of a head, such as `peagle train` writes"
+        )
+
+
 def refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     """Raise PeagleError when a key asks for something this drafter does not compute."""
     for key, supported, meaning in _SUPPORTED:
@@ -122,11 +136,14 @@ def refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
                 f"{where}: config.json has {key}={_short(value)} ({meaning}), which is not supported: {expected}; "
                 "convert the head to the plain layout or use another one"
             )
-    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
+    types = raw.get("layer_types") or []
+    if not isinstance(types, list):
+        raise PeagleError(f"{where}: config.json has layer_types={_short(types)}: expected a list; fix the file")
+    kinds = sorted({str(kind) for kind in types} - {"full_attention"})
     window = raw.get("sliding_window")
-    windowed = window is not None and raw.get("use_sliding_window") is not False and not raw.get("layer_types")
+    windowed = window is not None and raw.get("use_sliding_window") is not False and not types
     if kinds or windowed:
-        name, value = ("layer_types", sorted(kinds)) if kinds else ("sliding_window", window)
+        name, value = ("layer_types", kinds) if kinds else ("sliding_window", window)
         raise PeagleError(
             f"{where}: config.json has {name}={value}: only full attention is supported; use another head"
         )
@@ -204,14 +221,16 @@ def _positive(raw: Mapping[str, Any], key: str, where: str, default: int | None 
 
 
 def _integer(value: object, key: str, least: int, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
         shown = "no value" if value is None else _short(value)
-        raise PeagleError(f"{where}: config.json has {shown} for {key}: expected an integer >= {least}; fix the file")
+        raise PeagleError(
+            f"{where}: config.json has {shown} for {key}: expected an integer from {least} to {MAX_SIZE}; fix the file"
+        )
     return value
 
 
 def _number(value: object, key: str, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         shown = "no value" if value is None else _short(value)
         raise PeagleError(f"{where}: config.json has {shown} for {key}: expected a number > 0; fix the file")
     return float(value)

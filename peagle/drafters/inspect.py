@@ -25,6 +25,7 @@ from peagle.drafters.head_config import (
     config_from_dict,
     lookup,
     mask_token_ids,
+    refuse_target,
 )
 from peagle.drafters.p_eagle import DrafterConfig
 from peagle.drafters.vocab import target_ids
@@ -44,7 +45,7 @@ class HeadReport:
     storage: str = "unknown"  # "full", "compact" or "compact, int8 layers"
     shared: list[str] = field(default_factory=list)
     num_parameters: int = 0  # stored ones: shared tables are not counted
-    size_bytes: int = 0  # of all files in the directory
+    size_bytes: int = 0  # of config.json and the safetensors files
     base_model: str = "not stated"
     provenance: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -72,19 +73,23 @@ def inspect_head(path: Path | str, spec: ModelSpec | None = None) -> HeadReport:
     report = HeadReport(path=Path(path))
     try:
         report.path = resolve_head(path)
-        report.size_bytes = sum(file.stat().st_size for file in report.path.rglob("*") if file.is_file())
         raw = storage.read_config(report.path)
+        refuse_target(raw, str(report.path))
+        report.size_bytes = sum(file.stat().st_size for file in _own_files(report.path))
     except (PeagleError, OSError) as error:
         report.problems.append(str(error))
         return report
+    except (ValueError, RecursionError) as error:  # JSON with an integer of thousands of digits, a thousand brackets
+        report.problems.append(f"{report.path}: config.json cannot be read ({error}); restore the file")
+        return report
     _read_identity(report, raw)
-    report.problems += _config_problems(raw)
     try:
         report.config = config_from_dict(raw, target_layers=spec.num_layers if spec else None, where="head")
         if spec is not None:
             check_compatible(report.config, spec)
     except PeagleError as error:
         report.problems.append(str(error))
+    report.problems += _config_problems(raw)
     try:
         stored = storage.read_stored(report.path)
     except PeagleError as error:
@@ -92,6 +97,15 @@ def inspect_head(path: Path | str, spec: ModelSpec | None = None) -> HeadReport:
         return report
     _examine_tensors(report, stored)
     return report
+
+
+def _own_files(path: Path) -> list[Path]:
+    return [file for file in path.iterdir() if file.name == storage.CONFIG_FILE or ".safetensors" in file.name]
+
+
+def _any(tensor: Tensor) -> bool:
+    """Whether anything is not zero; of any dtype, where `Tensor.any` knows no 8-bit floats."""
+    return bool(tensor.float().any())
 
 
 def _read_identity(report: HeadReport, raw: Mapping[str, Any]) -> None:
@@ -149,7 +163,7 @@ def _examine_tensors(report: HeadReport, stored: dict[str, Tensor]) -> None:
     int8 = any(tensor.dtype == torch.int8 for tensor in weights.values())
     report.storage = ("compact" if report.shared else "full") + (", int8 layers" if int8 else "")
     for name, tensor in stored.items():
-        bad = int((~tensor.isfinite()).sum()) if tensor.is_floating_point() else 0
+        bad = int((~tensor.float().isfinite()).sum()) if tensor.is_floating_point() else 0
         if bad:
             report.problems.append(f"{name} holds {bad} NaN or infinite values")
     try:
@@ -177,7 +191,7 @@ def _layout_problems(tensors: dict[str, Tensor], config: DrafterConfig, shared: 
     if layout.EMBED in shared and layout.MASK_EMBEDDING not in shapes:
         problems.append(f"{layout.MASK_EMBEDDING} is missing, although {layout.EMBED} is shared: the mask row is lost")
     problems += layout.tensor_problems(shapes, config)
-    unknown = [n for n in layout.unknown_tensors(tensors, config) if not n.endswith("o_proj.bias") or tensors[n].any()]
+    unknown = [n for n in layout.unknown_tensors(tensors, config) if not n.endswith("o_proj.bias") or _any(tensors[n])]
     if unknown:
         problems.append(f"{len(unknown)} tensors the config does not account for: {', '.join(unknown[:3])}")
     if "d2t" in tensors and shapes["d2t"] == expected["d2t"]:
@@ -205,10 +219,10 @@ def _d2t_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[
 def _mask_problems(stored: Mapping[str, Tensor], config: DrafterConfig | None) -> list[str]:
     problems = []
     hidden, row, embed = (stored.get(name) for name in (layout.MASK_HIDDEN, layout.MASK_EMBEDDING, layout.EMBED))
-    if hidden is not None and not bool(hidden.any()):
+    if hidden is not None and not _any(hidden):
         problems.append(f"{layout.MASK_HIDDEN} is all zeros: it was never trained")
     if row is None and embed is not None and embed.ndim == 2 and config and config.mask_token_id < embed.shape[0]:
         row = embed[config.mask_token_id]
-    if row is not None and not bool(row.any()):
+    if row is not None and not _any(row):
         problems.append("the mask token's embedding is all zeros: it was never trained")
     return problems

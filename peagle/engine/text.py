@@ -1,5 +1,6 @@
 """Token ids to text while they arrive: whole characters only, stop strings found and cut."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -12,7 +13,7 @@ class TextStream:
     that may turn out to be the beginning of a stop string.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop

@@ -17,6 +17,7 @@ from torch import Tensor
 # Fewest query rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the
 # call, which keeps a request's output independent of its batch and of its drafts.
 _MIN_MATMUL_ROWS_CPU = 3
+_MAX_RECTANGLE_ROWS = 256  # of one request: bounds the scores of a long prompt
 # Rows times query heads of one kv head in a Triton tile: tl.dot takes no fewer than the first; past the second a
 # tile only costs registers.
 _MIN_TILE, _MAX_TILE = 16, 64
@@ -104,12 +105,8 @@ def _plan_tiles(
     mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
     least = max(_MIN_TILE, _power_of_two(heads_per_kv))
     tile_size = max(least, min(_power_of_two(mean_height), _MAX_TILE))
-    rows_per_tile = tile_size // heads_per_kv
-    tiles_B = -(-query_lens // rows_per_tile)
-    request_W = np.repeat(np.arange(len(query_lens)), tiles_B)
-    offset_W = (np.arange(len(request_W)) - (np.cumsum(tiles_B) - tiles_B)[request_W]) * rows_per_tile
+    request_W, offset_W, count_W = _cut(query_lens, tile_size // heads_per_kv)
     first_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
-    count_W = np.minimum(query_lens[request_W] - offset_W, rows_per_tile)
     # Programs start in this order: prompts come last in a batch and the end of a prompt sees most keys, so backwards
     # starts the longest work first.
     tiles_W3 = np.stack((first_W, count_W, request_W), axis=1)[::-1]
@@ -117,6 +114,14 @@ def _plan_tiles(
     packed = torch.from_numpy(np.concatenate((tiles_W3.ravel(), tables_BN.ravel()), dtype=np.int32)).to(device)
     tiles, tables = packed.split((tiles_W3.size, tables_BN.size))
     return TilePlan(tiles.view(-1, 3), tables.view(tables_BN.shape), block_size, tile_size)
+
+
+def _cut(query_lens: np.ndarray, most_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut each request's rows into runs of at most `most_rows`: request, offset within it and rows of each run."""
+    runs_B = -(-query_lens // most_rows)
+    request_W = np.repeat(np.arange(len(query_lens)), runs_B)
+    offset_W = (np.arange(len(request_W)) - (np.cumsum(runs_B) - runs_B)[request_W]) * most_rows
+    return request_W, offset_W, np.minimum(query_lens[request_W] - offset_W, most_rows)
 
 
 def _power_of_two(least: int) -> int:
@@ -131,26 +136,27 @@ def plan_rectangles(
     *,
     heads_per_kv: int,
     device: torch.device,
-    max_scores: int = 1 << 26,
+    max_scores: int = 1 << 22,
 ) -> RectanglePlan:
     """Group requests into rectangles, arguments as in `plan_attention`.
 
-    `max_scores` bounds b*Q*S of one rectangle, which with the head count bounds memory.
+    Long prompts are cut into runs of rows first. `max_scores` bounds b*Q*S of a rectangle with more than one member,
+    which with the head count bounds memory.
     """
-    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    request_W, offset_W, rows_W = _cut(query_lens, _MAX_RECTANGLE_ROWS)
+    keys_W = key_lens[request_W]
+    starts_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
     least_rows = -(-_MIN_MATMUL_ROWS_CPU // heads_per_kv) if device.type == "cpu" else 1
-    order = np.zeros(starts[-1], dtype=np.int64)
+    order = np.zeros(query_lens.sum(), dtype=np.int64)
     rectangles, filled = [], 0
-    for members in _groups(query_lens, key_lens, max_scores):
-        q_lens = query_lens[members]
-        width = max(int(q_lens.max()), least_rows)
-        offsets = np.arange(width)
-        inside = offsets[None] < q_lens[:, None]
-        rows = starts[members][:, None] + np.where(inside, offsets[None], 0)
+    for members in _groups(rows_W, keys_W, max_scores):
+        offsets = np.arange(max(int(rows_W[members].max()), least_rows))
+        inside = offsets[None] < rows_W[members][:, None]
+        rows = starts_W[members][:, None] + np.where(inside, offsets[None], 0)
         order[rows[inside]] = filled + np.flatnonzero(inside.ravel())
         filled += rows.size
-        blocks = -(-int(key_lens[members].max()) // block_size)
-        tables = torch.from_numpy(block_tables[members, :blocks]).to(device)
+        blocks = -(-int(keys_W[members].max()) // block_size)
+        tables = torch.from_numpy(block_tables[request_W[members], :blocks]).to(device)
         slots = tables[:, :, None] * block_size + torch.arange(block_size, device=device)
         positions = torch.arange(blocks * block_size, device=device)
         rectangles.append(_Rectangle(torch.from_numpy(rows).to(device), slots.flatten(1), positions))

@@ -51,8 +51,16 @@ def cache_directory() -> Path:
     """Where conversions are kept. Not created here."""
     own, xdg = os.environ.get("PEAGLE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
-        return Path(own).expanduser()
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "peagle"
+        return expand_home(own, f"PEAGLE_CACHE {own}")
+    return (Path(xdg) if xdg else expand_home("~/.cache", "the cache", "set PEAGLE_CACHE")) / "peagle"
+
+
+def expand_home(path: Path | str, what: str, remedy: str = "give the full path") -> Path:
+    """`path` with a leading ~ or ~user replaced. `what` names it in the PeagleError where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise PeagleError(f"{what} is in a home directory that does not exist: {remedy}") from None
 
 
 def _checked_directory(path: Path) -> Path:

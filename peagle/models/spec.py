@@ -4,6 +4,7 @@ Whatever changes the mathematics and is not implemented is refused here, before 
 but computes something slightly different is the one failure nobody would notice.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from peagle.models.layers import Llama3Scaling, RopeSpec
 Family = Literal["llama", "qwen2"]
 
 CAUSAL_LM_CLASS: dict[str, str] = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+MAX_SIZE = 2**31 - 1  # of any dimension or token id: beyond it, a file is damaged
 DEFAULT_ROPE_THETA = 10000.0  # what both families assume when the config is silent
 
 
@@ -57,7 +59,7 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         )
     max_positions = _size(config, "max_position_embeddings")
     llama = family == "llama"
-    attention_bias = bool(config.get("attention_bias")) if llama else True
+    attention_bias = _flag(config, "attention_bias") if llama else True
     return ModelSpec(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -72,8 +74,8 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         max_position_embeddings=max_positions,
         qkv_bias=attention_bias,
         o_bias=attention_bias and llama,
-        mlp_bias=bool(config.get("mlp_bias")) if llama else False,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        mlp_bias=_flag(config, "mlp_bias") if llama else False,
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         bos_token_id=_bos(config, generation_config),
         eos_token_ids=_eos(config, generation_config),
     )
@@ -85,7 +87,7 @@ def _family(config: Mapping[str, Any]) -> Family:
         raise PeagleError(
             f"model_type {family!r} is not supported: expected 'llama' or 'qwen2'; choose a target of these families"
         )
-    architectures = config.get("architectures") or [CAUSAL_LM_CLASS[family]]
+    architectures = _list(config, "architectures") or [CAUSAL_LM_CLASS[family]]
     if CAUSAL_LM_CLASS[family] not in architectures:
         raise PeagleError(
             f"architecture {', '.join(map(str, architectures))} is not a target model: expected "
@@ -98,7 +100,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise PeagleError(f"hidden_act {activation!r} is not supported: expected 'silu'; choose another target")
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    if config.get("use_sliding_window") or "sliding_attention" in _list(config, "layer_types"):
         raise PeagleError(
             "use_sliding_window true is not supported: expected full attention in every layer; choose another target"
         )
@@ -143,23 +145,44 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_positions: in
             high_freq_factor=_number(rules, "high_freq_factor"),
             original_max_position_embeddings=_size(rules, "original_max_position_embeddings", default=max_positions),
         )
-    return RopeSpec(theta=float(theta), head_dim=head_dim, scaling=scaling)
+    return RopeSpec(theta=_number({"rope_theta": theta}, "rope_theta"), head_dim=head_dim, scaling=scaling)
 
 
 def _number(config: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise PeagleError(f"config.json has {key} {value!r}: expected a positive number; check the file")
     return float(value)
 
 
 def _size(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
     value = _number(config, key, default=default)
-    if value != int(value):
-        raise PeagleError(f"config.json has {key} {value!r}: expected a whole number; check the file")
+    if value > MAX_SIZE or value != int(value):
+        raise PeagleError(f"config.json has {key} {value:g}: expected a whole number up to {MAX_SIZE}; check the file")
     return int(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise PeagleError(f"config.json has {key} {value!r}: expected true or false; check the file")
+    return bool(value)
+
+
+def _list(config: Mapping[str, Any], key: str) -> list[Any]:
+    """A list of the config, empty where the key is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, list):
+        raise PeagleError(f"config.json has {key} {value!r}: expected a list; check the file")
+    return value or []
+
+
+def _token_id(value: object, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:
+        raise PeagleError(f"{key} is {value!r}: expected a token id; check config.json and generation_config.json")
+    return value
 
 
 def _bos(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> int | None:
@@ -167,7 +190,7 @@ def _bos(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None)
     for source in (generation_config or {}, config):
         value = source.get("bos_token_id")
         if value is not None:
-            return int(value)
+            return _token_id(value, "bos_token_id")
     return None
 
 
@@ -176,5 +199,5 @@ def _eos(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None)
     for source in (generation_config or {}, config):
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
+            return tuple(_token_id(token, "eos_token_id") for token in (value if isinstance(value, list) else [value]))
     return ()

@@ -10,6 +10,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+def check_unicode(text: str, what: str) -> str:
+    """`text` itself; `what` names it in the PeagleError for a lone surrogate, which no tokenizer or UTF-8 file takes.
+
+    They come from `\\ud800` in JSON, and from bytes that are not UTF-8 on a command line or in terminal input.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at character {error.start + 1}"
+        raise PeagleError(f"{what} is not valid Unicode text (lone surrogate {found}): give it as UTF-8") from None
+    return text
+
+
 def load_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     """The fast tokenizer of a Hugging Face style directory. Never runs code from the directory or uses the network."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -41,6 +54,8 @@ def render_chat(
             f"{tokenizer.name_or_path} has no chat template: expected an instruct model; "
             "give plain prompts, or choose a model tuned for chat"
         )
+    for message in messages:
+        check_unicode(str(message.get("content")), f"a message of the role {message.get('role')!r}")
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
@@ -56,4 +71,4 @@ def render_chat(
 
 def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
     """Token ids of `text`, nothing added at either end; special tokens written out in the text become their ids."""
-    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return tokenizer.encode(check_unicode(text, "a text to be tokenized"), add_special_tokens=False, verbose=False)

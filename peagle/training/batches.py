@@ -67,9 +67,10 @@ def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
     return value
 
 
-def has_rows(document: TokenDocument) -> bool:
-    """Whether a document has a supervised position: token i + 1 of the first L - 2 positions."""
-    return bool(document.loss_mask[1:-1].any())
+def has_rows(document: TokenDocument, positions: int | None = None) -> bool:
+    """Whether a document has a supervised position (token i + 1 of the first L - 2) among its first `positions`."""
+    supervised = document.loss_mask[1:-1]
+    return bool(supervised[:positions].any())
 
 
 def split_holdout(groups: Sequence[str], count: int, seed: int) -> tuple[list[int], list[int]]:
@@ -110,15 +111,21 @@ def epoch_packs(
 def batches(
     documents: Sequence[TokenDocument], layout: RowLayout, features: FeatureSource, seed: int, place: Place
 ) -> Iterator[Batch]:
-    """Endless batches from `place` on."""
+    """Endless batches from `place` on. Raises PeagleError when no document fits the layout."""
     step, epoch, skip = place.step, place.epoch, place.index
     while True:
+        packs = 0
         for index, (packed, document_D) in enumerate(epoch_packs(documents, layout, seed, epoch)):
+            packs += 1
             if index < skip:
                 continue
             rows = draw_rows(packed, layout, generator(seed, step))
             yield make_batch(packed, rows, features.index(packed, document_D), epoch=epoch, index=index)
             step += 1
+        if packs == 0:  # the next epoch would have none either
+            raise PeagleError(
+                f"no document fits batch_positions {layout.positions} with a supervised position: raise it"
+            )
         epoch, skip = epoch + 1, 0
 
 

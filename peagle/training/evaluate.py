@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from peagle.errors import PeagleError
 from peagle.training.batches import generator, make_batch, map_tensors
 from peagle.training.loss import DepthReport, DepthStatistics
 from peagle.training.objective import Objective
@@ -53,6 +54,10 @@ def evaluate(
         pack_rounds, pack_emitted = count_rounds(packed, accepted_drafts(rows, outcome.correct_R.cpu().numpy(), layout))
         rounds, emitted = rounds + pack_rounds, emitted + pack_emitted
         seen, positions = seen + len(packed.source_D), positions + batch.positions
+    if not losses:
+        raise PeagleError(
+            f"no held-out document fits batch_positions {layout.positions} with a supervised position: raise it"
+        )
     return Evaluation(
         documents=seen,
         positions=positions,

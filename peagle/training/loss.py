@@ -121,7 +121,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_RH: Tensor, head_UH: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_RH.shape[0]
-        padding = -rows % job.chunk  # every chunk has the same shape
+        padding = -rows % job.chunk if job.compiled else 0  # compiled code sees one shape of chunk
         hidden_RH = F.pad(hidden_RH, (0, 0, 0, padding))
         index_R, scale_R = F.pad(job.index_R, (0, padding)), F.pad(job.scale_R, (0, padding))
         grad_head = torch.zeros_like(head_UH, dtype=_wide_dtype(head_UH.dtype)) if job.wants_head else None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peagle.training.evaluate import Evaluation
 from peagle.training.loss import DepthReport, DepthStatistics
+from peagle.training.shards import write_atomic
 
 _GIB = 1024**3
 
@@ -104,7 +105,8 @@ class Monitor:
 
     def __init__(self, file: Path, console: Console, *, keep_to_step: int) -> None:
         """Lines of an earlier part of the run beyond `keep_to_step` are dropped: those steps will run again."""
-        _truncate(file, keep_to_step)
+        kept = _truncate(file, keep_to_step)
+        self._evaluated = {record["step"] for record in kept if "held_out" in record}
         self._file, self._console = file, console
         columns = (BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -127,8 +129,10 @@ class Monitor:
             self.note(line)
 
     def held_out(self, step: int, evaluation: Evaluation) -> None:
-        """Report an evaluation after `step`."""
-        self._append({"step": step, "held_out": _rounded(asdict(evaluation))})
+        """Report an evaluation after `step`; the log keeps one per step, whatever had to run again."""
+        if step not in self._evaluated:
+            self._append({"step": step, "held_out": _rounded(asdict(evaluation))})
+            self._evaluated.add(step)
         self.note(
             f"step {step:,} · held out: loss {evaluation.loss:.4f} · accuracy {_shares(evaluation.depths.accuracy)} · "
             f"chains {_shares(evaluation.depths.prefix_accuracy)} · AL {evaluation.acceptance_length:.2f}"
@@ -143,12 +147,23 @@ class Monitor:
             file.write(json.dumps(record) + "\n")
 
 
-def _truncate(file: Path, keep_to_step: int) -> None:
+def _truncate(file: Path, keep_to_step: int) -> list[dict[str, Any]]:
+    """Drop the lines beyond a step, and torn ones, which a kill in the middle of a write leaves; returns the rest."""
     if not file.exists():
-        return
-    lines = file.read_text().splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= keep_to_step]
-    file.write_text("".join(f"{line}\n" for line in kept))
+        return []
+    records = [_parsed(line) for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    kept = [record for record in records if record is not None and record["step"] <= keep_to_step]
+    write_atomic(file, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
+    return kept
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """The record of a line, None when it is not a whole one."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _shares(values: Sequence[float]) -> str:

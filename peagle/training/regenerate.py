@@ -23,6 +23,7 @@ from peagle.models.tokenizer import load_tokenizer
 from peagle.sampling import SamplingParams
 from peagle.training.conversations import Conversation, Dialogue, Response, conversation_from_row, encode_all
 from peagle.training.dataset import read_shard
+from peagle.training.lock import lock_output
 from peagle.training.shards import (
     MANIFEST_NAME,
     Manifest,
@@ -83,7 +84,7 @@ def prepare(
     shards = _cut_into_shards(conversations, config)
     manifest = Manifest(
         settings=_settings(model, path, tokenizer, files, config),
-        prompt_files=[{"name": file.name, "sha256": _sha256(file)} for file in files],
+        prompt_files=[{"name": file.name, "sha256": file_sha256(file)} for file in files],
         sources=_sources(conversations),
         num_shards=len(shards),
     )
@@ -173,10 +174,10 @@ def _settings(
     """Everything the data depend on, as JSON values; the device and the number of concurrent requests are not in it."""
     return {
         "model": model,
-        "target_config_sha256": _sha256(path / "config.json"),
-        "tokenizer_sha256": _sha256(path / "tokenizer.json"),
+        "target_config_sha256": file_sha256(path / "config.json"),
+        "tokenizer_sha256": file_sha256(path / "tokenizer.json"),
         "chat_template_sha256": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
-        "prompts_sha256": [_sha256(file) for file in files],
+        "prompts_sha256": [file_sha256(file) for file in files],
         "limit": config.limit,
         "max_prompt_tokens": config.max_prompt_tokens,
         "max_tokens": config.max_tokens,
@@ -189,7 +190,7 @@ def _settings(
     }
 
 
-def _sha256(file: Path) -> str | None:
+def file_sha256(file: Path) -> str | None:
     """None for a file that is not there: a tokenizer may come without a tokenizer.json."""
     try:
         with file.open("rb") as stream:
@@ -222,6 +223,7 @@ def open_data_set(out: Path, manifest: Manifest) -> None:
         if len(manifest.shards) == manifest.num_shards:
             return
         out.mkdir(parents=True, exist_ok=True)
+        lock_output(out)
     except OSError as error:
         raise write_error(out, error) from error
     write_manifest(out, manifest)

@@ -1,8 +1,9 @@
 """Before the first step of a run: usable documents, the mask token, a fresh drafter, what is frozen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from peagle.models.target import Target
 from peagle.training.attention import Backend
 from peagle.training.batches import has_rows, split_holdout
 from peagle.training.dataset import Document, draft_token_counts
+from peagle.training.regenerate import file_sha256
 from peagle.training.rows import ROW_BLOCK, RowLayout, mask_rows_capacity, round_up
 
 if TYPE_CHECKING:
@@ -45,14 +47,33 @@ class Corpus:
 
 
 def split_corpus(documents: Sequence[Document], config: TrainConfig) -> Corpus:
-    """Drop documents without a supervised position and hold some prompts out. Raises PeagleError if none is left."""
-    usable = [document for document in documents if has_rows(document)]
+    """Drop documents without a supervised position that fits a step and hold some prompts out.
+
+    Raises PeagleError if none is left.
+    """
+    usable = [document for document in documents if has_rows(document, config.batch_positions)]
+    if not usable and any(has_rows(document) for document in documents):
+        raise PeagleError(
+            f"no document fits batch_positions {config.batch_positions} with a supervised position: raise it"
+        )
     if not usable:
         raise PeagleError(
             f"none of {len(documents)} documents has a supervised token that drafts can follow: prepare the data again"
         )
     training, held_out = split_holdout([document.id for document in usable], config.holdout, config.seed)
     return Corpus([usable[d] for d in (*training, *held_out)], len(training))
+
+
+def check_prepared_for(model: str, path: Path, data: Path, manifest: Mapping[str, Any]) -> None:
+    """PeagleError unless the data set at `data` was prepared with the model at `path`, which the user calls `model`."""
+    settings = manifest.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    for key, file in (("target_config_sha256", "config.json"), ("tokenizer_sha256", "tokenizer.json")):
+        if key in settings and settings[key] != file_sha256(path / file):
+            raise PeagleError(
+                f"{data} was prepared with {settings.get('model')}, whose {file} differs from that of {model}: train "
+                f"for the model that the data were prepared with, or prepare them again with {model}"
+            )
 
 
 def resolve_attention(name: str, device: torch.device) -> Backend:

@@ -7,6 +7,7 @@ crash at any moment therefore leaves either a finished shard or nothing. docs/da
 import errno
 import json
 import os
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -180,7 +181,7 @@ def shard_records(manifest: dict[str, Any], path: Path) -> list[ShardRecord]:
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
     """Write a file so that it is whole or not there at all; an older one stays until the new one is whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("wb") as stream:
             stream.write(data)

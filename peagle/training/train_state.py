@@ -8,6 +8,7 @@ is all the random state there is.
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,9 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peagle.config import TrainConfig
+from peagle.drafters.storage import refuse_foreign
 from peagle.errors import PeagleError
 from peagle.training.batches import Batch, Place
+from peagle.training.lock import lock_output
 from peagle.training.monitor import Running
+from peagle.training.shards import write_atomic
 
 # Settings that change neither what a run computes nor in which order: free to differ on resume.
 OPERATIONAL_KEYS = frozenset({"log_interval", "save_interval", "cache_features", "compact", "int8"})
@@ -73,14 +77,18 @@ def check_same_recipe(recipe: Recipe, saved: Recipe, out: Path) -> None:
 
 
 def prepare_output(out: Path) -> None:
-    """Make sure that OUT can be written. Raises PeagleError."""
+    """Make sure that OUT can be written, by this process alone, and that OUT/head may be. Raises PeagleError."""
     probe = out / ".writable"
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
+        lock_output(out)
     except OSError as error:
         raise PeagleError(f"output directory {out} cannot be written ({error.strerror}): choose another one") from None
+    refuse_foreign(out / "head")
+    for stale in out.glob("checkpoint.*.new"):  # of a run that was killed while it saved
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def find_checkpoint(out: Path) -> Path | None:
@@ -98,15 +106,14 @@ def save_checkpoint(
     recipe: Recipe,
 ) -> None:
     """Write beside the old checkpoint, then swap by renaming: at any moment one of the two is whole."""
-    new, current, old = out / "checkpoint.new", out / "checkpoint", out / "checkpoint.old"
+    current, old = out / "checkpoint", out / "checkpoint.old"
+    new = out / f"checkpoint.{uuid.uuid4().hex[:8]}.new"
     tensors = {f"running.{name}": tensor for name, tensor in running.state().items()} | _moments(optimizers)
     try:
-        shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         save_file(_storable(drafter.state_dict()), new / "model.safetensors")
         save_file(_storable(tensors), new / "optimizer.safetensors")
-        values = {"run": asdict(state), "recipe": recipe}
-        (new / "state.json").write_text(json.dumps(values, indent=1) + "\n")
+        write_state(new, state, recipe)
         if current.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(current, old)
@@ -117,6 +124,12 @@ def save_checkpoint(
         raise PeagleError(
             f"checkpoint {current} cannot be written ({error}): free some space and run the same command to resume"
         ) from None
+
+
+def write_state(directory: Path, state: RunState, recipe: Recipe) -> None:
+    """Write or replace state.json of a checkpoint in one step. Raises PeagleError."""
+    values = {"run": asdict(state), "recipe": recipe}
+    write_atomic(directory / "state.json", (json.dumps(values, indent=1) + "\n").encode())
 
 
 def read_state(directory: Path) -> tuple[RunState, Recipe]:

@@ -28,6 +28,7 @@ from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.p_eagle import PEagleDrafter
 from peagle.errors import PeagleError
+from peagle.models.hub import resolve_model
 from peagle.models.target import Target, load_target
 from peagle.training.attention import Backend
 from peagle.training.batches import Batch, Prefetcher, batches, epoch_packs
@@ -43,6 +44,7 @@ from peagle.training.rows import RowLayout
 from peagle.training.setup import (
     Corpus,
     build_drafter,
+    check_prepared_for,
     resolve_attention,
     row_layout,
     split_corpus,
@@ -57,6 +59,7 @@ from peagle.training.train_state import (
     prepare_output,
     read_state,
     save_checkpoint,
+    write_state,
 )
 
 
@@ -80,6 +83,9 @@ def train(model: str, data: Path, out: Path, config: TrainConfig, console: Conso
     resolve_attention(config.attention, device)  # fail before the slow part
     documents, manifest = load_documents(data)
     data_hash = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    check_prepared_for(model, resolve_model(model), data, manifest)
+    if not manifest.get("complete", True):
+        console.print(f"{data} is not complete: training on the documents of its finished shards", soft_wrap=True)
     target = load_target(model, dtype=dtype, device=device)
     return train_head(target, documents, data_hash, out, config, console)
 
@@ -237,18 +243,29 @@ class Trainer:
         return result
 
     def _finish(self, monitor: Monitor, clock: "_Clock") -> TrainResult:
-        """Last report and evaluation, the head, and only then the checkpoint that says the run is finished."""
+        """Last report, checkpoint and evaluation, the head, and only then the mark that the run is finished.
+
+        Whatever fails after the checkpoint, the same command resumes here without a step of training.
+        """
         if self.running.steps.item() > 0:
             self._report(monitor, clock)
+        self._save(clock)
         evaluation = self._evaluate(monitor)
-        self.state = replace(self.state, seconds=clock.seconds)
         self._export(evaluation)
         self.state = replace(self.state, finished=True)
-        self._save(clock)
+        write_state(self.out / "checkpoint", self.state, self.recipe)
         monitor.note(f"head after {self.state.step:,} steps: {self.out / 'head'}")
-        if find_spec("matplotlib") is not None:
-            plot_training(self.out / "train.jsonl", self.out / "training.png")
+        self._plot(monitor)
         return TrainResult(head=self.out / "head", state=self.state, evaluation=evaluation)
+
+    def _plot(self, monitor: Monitor) -> None:
+        """Draw the log where matplotlib is installed. The head is there: no failure here may fail the run."""
+        if find_spec("matplotlib") is None:
+            return
+        try:
+            plot_training(self.out / "train.jsonl", self.out / "training.png")
+        except Exception as error:  # whatever matplotlib or the disk come up with
+            monitor.note(f"training.png was not drawn ({' '.join(str(error).split())[:200]})")
 
     def _export(self, evaluation: Evaluation | None) -> None:
         state = self.state

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from peagle.bench.datasets import read_prompts
+from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.errors import PeagleError
 from tests.test_repository import ROOT
 
@@ -49,6 +49,12 @@ def test_a_line_separator_inside_a_text_is_no_line_end(tmp_path):
     [
         ('{"prompt": "Hi"', "not valid JSON at character"),
         ("[1]", "a JSON list"),
+        ("null", "a JSON null"),
+        ('{"prompt": ' + "1" * 5000 + "}", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        (r'{"prompt": "\ud800"}', "not valid Unicode text"),
+        (r'{"turns": ["a", "\ud800"]}', "not valid Unicode text"),
+        (r'{"prompt": "a", "id": "\ud800"}', "not valid Unicode text"),
         ('{"text": "Hi"}', "has none of"),
         ('{"prompt": "Hi", "turns": ["Hi"]}', "expected exactly one"),
         ('{"prompt": 3}', "'prompt' must be text"),
@@ -83,3 +89,22 @@ def test_shipped_prompt_sets_are_whole(name, count):
     rows = read_prompts(ROOT / "benchmarks" / "data" / f"{name}.jsonl")
     assert len({row.id for row in rows}) == count
     assert all(row.source == name and row.license for row in rows)
+
+
+def test_ids_are_independent_of_the_folder_and_null_is_no_id(tmp_path):
+    path = write(tmp_path / "p.jsonl", {"prompt": "Hi"}, {"prompt": "Ho", "id": None, "source": None})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    rows = read_prompts(path)
+    assert [row.id for row in rows] == ["p.jsonl:1", "p.jsonl:2"]
+    assert rows[1].source == ""
+
+
+def test_an_id_stands_for_one_row(tmp_path):
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "id": "x"}, {"prompt": "b"}, {"prompt": "c", "id": "x"})
+    with pytest.raises(PeagleError, match=r"p.jsonl:3: id 'x' is taken by line 1"):
+        read_prompts(path)
+
+
+def test_a_prompt_of_the_command_line_is_unicode():
+    with pytest.raises(PeagleError, match=r"the prompt is not valid Unicode text .*U\+DCFF at character 3"):
+        PromptRow.of_user("ab\udcff")

@@ -121,3 +121,23 @@ def test_what_cannot_be_computed_is_refused_by_name(changes, named):
         read(without(**changes))
     assert "head X" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layer_types", 5),
+        ("layer_types", "full_attention"),
+        ("layer_types", [["full_attention"], 3]),
+        ("vocab_size", 2**31),
+        ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", float("nan")),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(key, value):
+    raw = {**config_to_dict(CONFIG), key: value}
+    if key == "rope_theta":
+        del raw["rope_parameters"]
+    with pytest.raises(PeagleError, match=key):
+        read(raw)

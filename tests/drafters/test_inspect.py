@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -117,3 +118,39 @@ def test_compact_head_without_its_mask_row(drafter, target, tmp_path):
 def test_nothing_there(tmp_path):
     assert len(inspect_head(tmp_path / "nowhere").problems) == 1
     assert len(inspect_head(tmp_path).problems) == 1
+
+
+def test_8_bit_floats_are_reported(drafter, tmp_path):
+    path = save(drafter, tmp_path / "head")
+
+    def to_float8(tensors):
+        for name in tensors:
+            if tensors[name].is_floating_point():
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    edit_tensors(path, to_float8)
+    assert any("float8_e4m3fn without usable row scales" in problem for problem in inspect_head(path, SPEC).problems)
+
+
+def test_a_target_is_no_head(drafter, tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = inspect_head(tmp_path)
+    assert report.config is None
+    assert "is a target, not a head" in report.problems[0]
+
+
+def test_only_the_heads_own_files_are_counted(drafter, tmp_path):
+    path = save(drafter, tmp_path / "head")
+    size = inspect_head(path).size_bytes
+    (path / "deep").mkdir()
+    (path / "deep" / "model.safetensors").write_bytes(b"x" * 100)
+    (path / "README.md").write_text("card")
+    assert inspect_head(path).size_bytes == size > 0
+
+
+def test_folders_that_are_no_head(tmp_path):
+    assert "no config.json" in inspect_head(tmp_path).problems[0]
+    assert "home directory that does not exist" in inspect_head("~no-such-user/head").problems[0]
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "cannot" in inspect_head(tmp_path).problems[0]

@@ -1,6 +1,7 @@
 """Output never depends on the drafter, on K, or on who shares the batch."""
 
 import pytest
+import torch
 
 from peagle.engine.request import RequestOutput
 from peagle.sampling import SamplingParams
@@ -41,8 +42,10 @@ def test_chunks_slots_and_scarce_blocks_change_nothing(engine: dict[str, int]):
     params = sampled(0.8, top_k=20, top_p=0.9)
     plain = plain_outputs(params)
     llm = tiny_llm(3, **engine)
+    force_drafts(llm, plain, seed=1)
     outputs = llm.generate(PROMPTS, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert sum(o.stats.num_accepted_tokens for o in outputs) > 50
     assert llm._pool.num_free == llm._pool.num_blocks
 
 
@@ -51,8 +54,24 @@ def test_mixed_sampling_in_one_batch():
         SamplingParams(max_tokens=20 + i, temperature=[0.0, 0.7, 1.3][i % 3], seed=i, top_k=[0, 5][i % 2], top_p=0.95)
         for i in range(len(PROMPTS))
     ]
-    outputs = tiny_llm(4).generate(PROMPTS, mixed)
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain_outputs(mixed)]
+    plain = plain_outputs(mixed)
+    llm = tiny_llm(4)
+    force_drafts(llm, plain, seed=2)
+    outputs = llm.generate(PROMPTS, mixed)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert sum(o.stats.num_accepted_tokens for o in outputs) > 50
+
+
+def test_drafts_do_not_depend_on_how_the_prompt_was_cut():
+    """A chunk's last drafter row needs the next prompt token; a wrong one would spoil drafts and nothing else."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    whole, cut = tiny_llm(3, dtype=torch.float64), tiny_llm(3, dtype=torch.float64, max_num_batched_tokens=5)
+    for prompt in PROMPTS[:4]:
+        drafts = []
+        for llm in (whole, cut):
+            llm.generate([prompt], params)
+            drafts.append(llm._slots.drafts[llm._slots.drafts.any(axis=1)].copy())
+        assert (drafts[0] == drafts[1]).all()
 
 
 def test_requests_at_the_length_limit_finish_exactly():

@@ -8,7 +8,7 @@ from torch import Tensor
 from peagle.kernels.accept import accept_ref
 from peagle.kernels.kv_write import kv_write_ref
 from peagle.kernels.linear import can_pack, linear_ref, pack_weight, packed_linear
-from peagle.kernels.paged_attention import paged_attention_ref, plan_rectangles
+from peagle.kernels.paged_attention import paged_attention, paged_attention_ref, plan_rectangles
 
 BLOCK = 4
 
@@ -54,6 +54,23 @@ def test_equals_the_loop_and_reads_nothing_else(heads: int, kv_heads: int, shape
     out = paged_attention_ref(q_RND, keys, values, limit, plan)
     expected = reference(q_RND, [k for k, _ in contexts], [v for _, v in contexts], rows)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_long_prompts_are_cut_and_rectangles_stay_small():
+    """Scores of one rectangle: 256 rows by the keys there are, or fewer; the cut changes no result."""
+    torch.manual_seed(0)
+    length, dim, blocks = 700, 8, 175
+    k, v = torch.randn(2, 1, blocks * BLOCK + 1, dim, dtype=torch.float64)
+    q_RND, limit = torch.randn(length, 1, dim, dtype=torch.float64), torch.arange(length)
+    tables = np.arange(blocks)[None]
+    plan = plan_rectangles(
+        np.array([length]), np.array([length]), tables, BLOCK, heads_per_kv=1, device=torch.device("cpu"),
+        max_scores=256 * length,
+    )  # fmt: skip
+    assert [tuple(r.rows_bQ.shape) for r in plan.rectangles] == [(1, 188), (1, 256), (1, 256)]
+    out = paged_attention(q_RND, k, v, limit, plan)
+    scores = (q_RND[:, 0] @ k[0, :length].T * dim**-0.5).masked_fill(limit[:, None] < limit[None], -torch.inf)
+    torch.testing.assert_close(out[:, 0], scores.softmax(-1) @ v[0, :length], rtol=0, atol=1e-12)
 
 
 def test_padding_slots_are_never_written_to_a_block():

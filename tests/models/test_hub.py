@@ -196,3 +196,20 @@ class TestHubId:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
         with pytest.raises(PeagleError, match="go online once"):
             resolve_model("org/not-in-any-cache")
+
+
+def test_a_home_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeagleError, match="'~no-such-user/m' not found"):
+        resolve_model("~no-such-user/m")
+    monkeypatch.setenv("PEAGLE_CACHE", "~no-such-user/cache")
+    with pytest.raises(PeagleError, match="PEAGLE_CACHE ~no-such-user/cache is in a home directory"):
+        cache_directory()
+
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PEAGLE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(PeagleError, match="set PEAGLE_CACHE"):
+        cache_directory()

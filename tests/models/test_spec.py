@@ -118,3 +118,31 @@ def test_refusals_name_the_value(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PeagleError, match=message) as caught:
         read(LLAMA, **changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"architectures": "LlamaForCausalLM"},
+        {"layer_types": 5},
+        {"hidden_size": float("nan")},
+        {"hidden_size": float("inf")},
+        {"vocab_size": 2**31},
+        {"vocab_size": 10**400},
+        {"rms_norm_eps": 10**400},
+        {"rms_norm_eps": float("inf")},
+        {"rope_theta": "many"},
+        {"rope_theta": float("nan")},
+        {"eos_token_id": "2"},
+        {"eos_token_id": {}},
+        {"eos_token_id": [2, None]},
+        {"eos_token_id": True},
+        {"bos_token_id": [1]},
+        {"tie_word_embeddings": "false"},
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(PeagleError) as error:
+        read(LLAMA, **changes)
+    assert next(iter(changes)) in str(error.value) or "architecture" in str(error.value)

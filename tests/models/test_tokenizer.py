@@ -66,3 +66,12 @@ def test_unusable_tokenizer(content: str | None, tmp_path: Path) -> None:
     with pytest.raises(PeagleError, match="has no usable tokenizer") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_lone_surrogates_are_refused(saved: Path) -> None:
+    tokenizer = load_tokenizer(saved)
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(PeagleError, match="not valid Unicode text"):
+        encode(tokenizer, "hi \ud800")
+    with pytest.raises(PeagleError, match="role 'user' is not valid Unicode text"):
+        render_chat(tokenizer, [{"role": "user", "content": "\ud800"}], add_generation_prompt=True)

@@ -88,7 +88,7 @@ def run(prompts, out, config=CONFIG):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}
 
 
 def test_data_set_and_manifest(llm, prompts, tmp_path):
