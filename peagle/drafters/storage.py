@@ -28,7 +28,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PeagleError(f"head {path}: no {CONFIG_FILE}; expected a directory written by `peagle train`") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PeagleError(f"head {path}: cannot read {CONFIG_FILE} ({error}); restore the file") from None
     if not isinstance(raw, dict):
         raise PeagleError(f"head {path}: {CONFIG_FILE} holds a {type(raw).__name__}, expected an object")

@@ -51,7 +51,7 @@ def read_spec(path: Path) -> ModelSpec:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PeagleError(
             f"{file} cannot be read ({error}): expected a JSON object; download the model again"
         ) from error

@@ -55,7 +55,7 @@ def weight_files(path: Path) -> list[Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise PeagleError(f"{index} is not a weight index ({error}): expected JSON with a weight_map") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:

@@ -5,6 +5,7 @@ OUT/train.jsonl     one line per report
 OUT/checkpoint/     state to resume from, replaced every `save_interval` steps, on Ctrl-C and at the end
 OUT/head/           the finished head
 OUT/training.png    the log as a picture, where matplotlib is installed
+OUT/.lock           empty; held while a run writes here
 
 The schedule: warm-up over `warmup_steps`, then a cosine to 0 over the planned steps (`max_steps`, else epochs x packs).
 With `max_seconds` the run also ends after that much training time (compilation, evaluations and earlier parts of a
