@@ -113,7 +113,9 @@ class LLM:
         self._pool = BlockPool(blocks)
         max_blocks = -(-self.max_model_len // config.block_size)
         self._slots = Slots(config.max_num_seqs, num_drafts, max_blocks)
-        self._scheduler = Scheduler(self._pool, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
+        self._scheduler = Scheduler(
+            self._pool, config.max_num_seqs, config.max_num_batched_tokens, config.block_size, self.max_model_len
+        )
         self._step = SpeculativeStep(
             target.model,
             cache,
@@ -207,7 +209,7 @@ class LLM:
             max_tokens=min(params.max_tokens, room),
             stream=TextStream(self.tokenizer, params.stop) if params.stop or on_delta is not None else None,
         )
-        if self._blocks_needed(request) > self._pool.num_blocks:
+        if self._scheduler.blocks_needed(request, self._reserve()) > self._pool.num_blocks:
             raise PeagleError(
                 f"prompt {index} with {len(ids)} tokens and max_tokens {request.max_tokens} needs more KV cache than "
                 "there is: lower max_tokens or max_model_len"
@@ -217,13 +219,9 @@ class LLM:
     def _reserve(self) -> int:
         return 2 * self._num_drafts
 
-    def _blocks_needed(self, request: Request) -> int:
-        positions = min(len(request.prompt_ids) + request.max_tokens + self._reserve(), self.max_model_len)
-        return self._scheduler.blocks_for(positions)
-
     def _run_step(self, on_delta: OnDelta | None) -> list[Request]:
         """One step; returns the requests it finished."""
-        scheduled = self._scheduler.schedule(self._num_drafts + 1, self._reserve(), self.max_model_len)
+        scheduled = self._scheduler.schedule(self._num_drafts + 1, self._reserve())
         for s in scheduled:
             if not s.is_decode and s.request.started == 0.0:
                 self._start(s.request)

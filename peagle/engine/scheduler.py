@@ -22,19 +22,23 @@ class Scheduler:
     Decodes go first; what is left of `max_num_batched_tokens` goes to prompts, in chunks where they do not fit.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, max_model_len: int
+    ) -> None:
         self._pool = pool
+        self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = block_size
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
-    def blocks_for(self, num_positions: int) -> int:
-        """Blocks that hold `num_positions` tokens."""
-        return -(-num_positions // self._block_size)
+    def blocks_needed(self, request: Request, reserve: int) -> int:
+        """Blocks that hold a request to its end, with `reserve` positions beyond its last token."""
+        positions = min(len(request.prompt_ids) + request.max_tokens + reserve, self._max_model_len)
+        return -(-positions // self._block_size)
 
-    def schedule(self, decode_rows: int, reserve: int, max_model_len: int) -> list[Scheduled]:
+    def schedule(self, decode_rows: int, reserve: int) -> list[Scheduled]:
         """The next step's requests. `reserve` positions beyond the last token are kept for drafts."""
         decodes = [Scheduled(r, decode_rows, True) for r in self.running if not r.in_prompt]
         budget = max(self._max_num_batched_tokens - decode_rows * len(decodes), 0)
@@ -42,7 +46,7 @@ class Scheduler:
         for request in self.running:
             if request.in_prompt and budget > 0:
                 budget -= self._take_chunk(request, budget, prefills)
-        while budget > 0 and self.waiting and self._admit(self.waiting[0], reserve, max_model_len):
+        while budget > 0 and self.waiting and self._admit(self.waiting[0], reserve):
             request = self.waiting.popleft()
             self.running.append(request)
             budget -= self._take_chunk(request, budget, prefills)
@@ -67,11 +71,10 @@ class Scheduler:
         prefills.append(Scheduled(request, rows, False))
         return rows
 
-    def _admit(self, request: Request, reserve: int, max_model_len: int) -> bool:
-        positions = min(len(request.prompt_ids) + request.max_tokens + reserve, max_model_len)
+    def _admit(self, request: Request, reserve: int) -> bool:
         if not self._free_slots:
             return False
-        blocks = self._pool.allocate(self.blocks_for(positions))
+        blocks = self._pool.allocate(self.blocks_needed(request, reserve))
         if blocks is None:
             return False
         request.blocks, request.slot = blocks, self._free_slots.pop()
