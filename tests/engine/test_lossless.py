@@ -89,3 +89,13 @@ def test_requests_at_the_length_limit_finish_exactly():
     force_drafts(llm, outputs, seed=0, right=0.95)
     llm.set_speculation(True)
     assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in outputs]
+
+
+def test_a_draft_is_drawn_with_the_noise_of_its_verification():
+    """With flat logits on both sides only the noise decides, so every draft must be accepted."""
+    llm = tiny_llm(4)
+    for model in (llm.target.model, llm.drafter):
+        model.logits = lambda hidden_RH: torch.zeros(len(hidden_RH), 96)
+    params = SamplingParams(max_tokens=31, temperature=1.0, seed=3, ignore_eos=True)
+    output = llm.generate(PROMPTS[:1], params)[0]
+    assert output.stats.acceptance_length == 5.0
