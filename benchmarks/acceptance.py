@@ -1,49 +1,58 @@
-"""Acceptance of a head on MT-Bench (80 first turns) and HumanEval (164), measured by the engine that serves it.
+"""Acceptance of heads on prompt sets, measured by the engine that serves them: P-EAGLE and EAGLE-3 heads alike.
 
-Hardware: any; on one H200 the whole grid takes about two minutes. On 2 CPU cores use --limit 10 --suite mt_bench.
+MT-Bench (80 first turns), HumanEval (164), GSM8K (1,319) and MBPP (500), or any prompts file. All prompts of all sets
+run as one batch. Hardware: any; one K over 4 x 80 prompts takes seconds on a large GPU. On 2 CPU cores use --limit 10
+--sets mt_bench --max-num-seqs 16.
 
     python -m benchmarks.acceptance --out benchmarks/results/acceptance-smollm2-135m.json
+    python -m benchmarks.acceptance --model org/model --head runs/a/head --head runs/b/head \
+        --sets mt_bench humaneval gsm8k mbpp --limit 80 --temperature 0 --out acceptance-mine.json
 """
 
 import argparse
+import gc
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, command, first_turns
+import torch
+
+from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, Conversation, command, first_turns
 from peagle.bench.acceptance import measure_acceptance
 from peagle.bench.report import AcceptanceRow, write_result
+from peagle.config import EngineConfig
+from peagle.devices import resolve_device, resolve_dtype
+from peagle.drafters.checkpoint import load_drafter
+from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.engine import LLM
-from peagle.sampling import SamplingParams
+from peagle.models.target import Target, load_target
+
+_MOST_AT_ONCE = 512
 
 
 def main() -> None:
     args = _arguments()
-    rows: list[AcceptanceRow] = []
-    for k in args.k:
-        llm = LLM(
-            args.model,
-            speculative_config={"model": str(args.head), "num_speculative_tokens": k},
-            dtype=args.dtype,
-            device=args.device,
-            max_num_seqs=args.max_num_seqs,
-            max_model_len=2048,
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device)
+    target = load_target(args.model, dtype=dtype, device=device)
+    suites = {Path(name).stem: first_turns(name, args.limit) for name in args.sets}
+    # All before the first engine: on a CPU it packs the target's tables, which heads may want to share.
+    heads = {
+        _label(path): load_drafter(
+            path, target.model, target.spec, dtype=dtype, device=device, target_name=target.name
         )
-        for suite in args.suite:
-            conversations = first_turns(suite, args.limit)
-            for temperature in args.temperature:
-                params = [
-                    SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=i)
-                    for i in range(len(conversations))
-                ]
-                row = measure_acceptance(llm, conversations, params).row(suite, k, temperature)
-                rows.append(row)
-                print(
-                    f"{suite} K={k} T={temperature:g}: AL {row.acceptance_length:.3f}, without looping text "
-                    f"{row.acceptance_length_without_loops:.3f}, per position {row.accepted_share_per_position}"
-                )
+        for path in args.head
+    }  # fmt: skip
+    rows = [
+        row
+        for name, drafter in heads.items()
+        for k in args.k
+        for row in _measure(args, target, drafter, k, suites, name if len(heads) > 1 else None)
+    ]
     settings = {
         "command": command(),
-        "target": f"{llm.target.name} (Q4_1 weights, dequantised)",
-        "head": args.head.name,
+        "target": target.name + (" (Q4_1 weights, dequantised)" if args.model == MODEL else ""),
+        "head": ", ".join(heads),
         "dtype": args.dtype,
         "device": args.device,
         "max_tokens": args.max_tokens,
@@ -54,20 +63,69 @@ def main() -> None:
     print(f"wrote {args.out}")
 
 
+def _measure(
+    args: argparse.Namespace,
+    target: Target,
+    drafter: Eagle3Drafter,
+    k: int,
+    suites: dict[str, list[Conversation]],
+    head: str | None,
+) -> Iterator[AcceptanceRow]:
+    """One head at one K: a row per temperature and suite."""
+    # As many requests at once as there are, unless memory holds fewer: the engine then lets the others wait.
+    at_once = min(args.max_num_seqs, sum(map(len, suites.values())))
+    config = EngineConfig(max_num_seqs=at_once, max_model_len=min(2048, target.spec.max_position_embeddings))
+    llm = LLM.from_parts(target, drafter, k, config)
+    for temperature in args.temperature:
+        start = time.perf_counter()
+        results = measure_acceptance(llm, suites, max_tokens=args.max_tokens, temperature=temperature)
+        seconds = time.perf_counter() - start
+        for suite, result in results.items():
+            row = result.row(suite, k, temperature, head)
+            print(
+                f"{'' if head is None else head + ' '}{suite} K={k} T={temperature:g}: AL {row.acceptance_length:.3f}, "
+                f"without looping text {row.acceptance_length_without_loops:.3f}, "
+                f"per position {row.accepted_share_per_position}",
+                flush=True,
+            )
+            yield row
+        print(f"{at_once} requests at a time, {seconds:.1f} s for all sets", flush=True)
+    del llm
+    gc.collect()  # the next engine sizes its cache by the memory that is free
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _label(head: Path) -> str:
+    """Name of a head's folder; with its parent's for the folders of a training run, which are all called alike."""
+    head = head.resolve()
+    return f"{head.parent.name}/{head.name}" if head.name in ("head", "best") else head.name
+
+
+def _set_name(text: str) -> str:
+    """A prompt set's name (mt-bench and mt_bench are the same), or the path of a prompts file."""
+    name = text.replace("-", "_")
+    if name in SUITES or Path(text).is_file():
+        return name if name in SUITES else text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a file nor one of {', '.join(SUITES)}")
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--head", type=Path, default=HEAD)
-    parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--head", type=Path, action="append", help="a head's folder; repeat for several heads")
+    parser.add_argument("--sets", "--suite", nargs="+", type=_set_name, default=["mt_bench", "humaneval"])
     parser.add_argument("--k", nargs="+", type=int, default=[3, 5, 7])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--limit", type=int, help="prompts per suite, from the top")
-    parser.add_argument("--max-num-seqs", type=int, default=164)
+    parser.add_argument("--limit", type=int, help="prompts per set, from the top")
+    parser.add_argument("--max-num-seqs", type=int, default=_MOST_AT_ONCE)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=RESULTS / "acceptance-smollm2-135m.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.head = args.head or [HEAD]
+    return args
 
 
 if __name__ == "__main__":

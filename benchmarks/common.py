@@ -10,14 +10,14 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAD = ROOT / "heads" / "smollm2-135m-instruct-p-eagle"
 RESULTS = ROOT / "benchmarks" / "results"
 MODEL = "smollm2-135m"
-SUITES = ("mt_bench", "humaneval")
+SUITES = ("mt_bench", "humaneval", "gsm8k", "mbpp")
 
 Conversation = list[dict[str, str]]
 
 
 def first_turns(suite: str, limit: int | None = None) -> list[Conversation]:
-    """The first user turn of every row of a suite, as a conversation."""
-    rows = read_prompts(ROOT / "benchmarks" / "data" / f"{suite}.jsonl")
+    """The first user turn of every row of a suite, or of the prompts file of that path, as a conversation."""
+    rows = read_prompts(ROOT / "benchmarks" / "data" / f"{suite}.jsonl" if suite in SUITES else suite)
     return [list(row.messages) for row in rows[:limit]]
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.config import PrepareConfig, SelfPromptConfig, SpeculativeConfig, TrainConfig
+from peagle.config import ExtractConfig, PrepareConfig, SelfPromptConfig, SpeculativeConfig, TrainConfig
 from peagle.errors import PeagleError
 from peagle.exits import USER_ERROR_STATUS, prepare_streams, run
 from peagle.flags import with_flags
-from peagle.help import EXAMPLES, PREPARE_FLAGS, SELF_PROMPT_FLAGS, TRAIN_FLAGS
+from peagle.help import EXAMPLES, EXTRACT_FLAGS, PREPARE_FLAGS, SELF_PROMPT_FLAGS, TRAIN_FLAGS
 from peagle.speculation import choose_speculation
 
 if TYPE_CHECKING:
@@ -31,6 +31,27 @@ SpeculativeJson = Annotated[
 Head = Annotated[str | None, typer.Option("--head", metavar="DIR", help="Head to draft with: directory or Hub id.")]
 NumDrafts = Annotated[
     int | None, typer.Option("--num-speculative-tokens", metavar="K", help="Draft tokens per round (default: 5).")
+]
+
+
+def _use_recipe(context: typer.Context, path: Path | None) -> Path | None:
+    """Let the settings of a recipe stand in for the defaults of `train`; runs before any other flag is read."""
+    if path is not None:
+        from peagle.recipe_file import read_recipe
+
+        context.default_map = read_recipe(path, TrainConfig, ("model", "data", "out"))
+    return path
+
+
+RecipeFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--recipe",
+        metavar="FILE",
+        is_eager=True,
+        callback=_use_recipe,
+        help="Settings from a .toml, .yaml or .json file, MODEL, data and out among them; flags given here win.",
+    ),
 ]
 NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode without drafts.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
@@ -155,6 +176,23 @@ def prepare(
     run_prepare(model, prompts, out, config, Console(stderr=True))
 
 
+@app.command(epilog=EXAMPLES["extract"])
+@with_flags(ExtractConfig, EXTRACT_FLAGS)
+def extract(
+    model: Model,
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder that `peagle prepare` wrote.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the features; one begun before is continued.")],
+    config: ExtractConfig,
+    yes: Annotated[bool, typer.Option("--yes", help="Fill the disk beyond 80 % without asking.")] = False,
+) -> None:
+    """Store the target's hidden states for `train --features`, and say first how large they get."""
+    from rich.console import Console
+
+    from peagle.training.extract import extract as run_extract
+
+    run_extract(model, data, out, config, Console(stderr=True), yes=yes)
+
+
 @app.command(epilog=EXAMPLES["train"])
 @with_flags(TrainConfig, TRAIN_FLAGS)
 def train(
@@ -162,6 +200,7 @@ def train(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder that `peagle prepare` wrote.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for checkpoints, log and head.")],
     config: TrainConfig,
+    recipe: RecipeFile = None,  # noqa: ARG001  # has done its work when this runs
 ) -> None:
     """Train a head for a target on the answers the target itself gave."""
     from rich.console import Console

@@ -15,7 +15,7 @@ _IGNORED_VLLM_KEYS = frozenset({"draft_tensor_parallel_size", "disable_padded_dr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
-    """vLLM's `--speculative-config`, the keys that matter for P-EAGLE.
+    """vLLM's `--speculative-config`, the keys that matter for P-EAGLE and EAGLE-3.
 
     `model` is a head directory or Hub id, `num_speculative_tokens` is K. `parallel_drafting` None means: as the head
     says.
@@ -28,7 +28,9 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.method not in ("eagle3", "peagle"):
-            raise PeagleError(f"speculative method {self.method!r} is not supported: use 'eagle3' with a P-EAGLE head")
+            raise PeagleError(
+                f"speculative method {self.method!r} is not supported: use 'eagle3', for P-EAGLE heads too"
+            )
         k = self.num_speculative_tokens
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
             raise PeagleError(
@@ -36,9 +38,9 @@ class SpeculativeConfig:
                 "to decode without drafts, leave the speculative config out"
             )
         if self.parallel_drafting is not None and not isinstance(self.parallel_drafting, bool):
-            raise PeagleError(f"parallel_drafting is {self.parallel_drafting!r}: it must be true, without quotes")
-        if self.parallel_drafting is False:
-            raise PeagleError("parallel_drafting is false: only parallel drafting is available, set it to true")
+            raise PeagleError(
+                f"parallel_drafting is {self.parallel_drafting!r}: it must be true or false, without quotes"
+            )
         if not isinstance(self.model, str) or not self.model:
             raise PeagleError(f"speculative config 'model' is {self.model!r}: give a head directory or Hub id")
 
@@ -138,26 +140,52 @@ class PrepareConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExtractConfig:
+    """Target features on disk. `shard_gib` is the size of a file in GiB; one document may be larger."""
+
+    tap_ids: tuple[int, ...] | None = None
+    shard_gib: float = 1.0
+    dtype: str = "bfloat16"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "shard_gib")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Recipe of one head. Lengths are tokens, rates are per optimiser step."""
 
     # the head
+    method: str = "p-eagle"
     num_layers: int = 4
     num_depths: int = 8
     tap_ids: tuple[int, ...] | None = None
     mask_token_id: int | None = None
     norm_before_fc: bool = True
     target_init: bool = True
+    init_head: str | None = None
     train_embeddings: bool = True
     train_lm_head: bool = True
     draft_vocab_size: int | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
     # rows
     batch_positions: int = 8192
     keep_ratio: float = 0.8
     min_keep: float = 0.0
     supervised_share: float | None = None
+    # how a step is run
+    partition: str = "prefix-once"
+    segments: int = 4
+    chunk_rows: int | None = None
+    checkpoint_activations: bool = False
+    accumulate: int = 1
+    parallel: str = "ddp"
     # loss
     loss: str = "soft-ce"
+    tv_weight: float = 0.0
+    depth_weight: str = "gamma"
     depth_decay: float = 0.8
     loss_chunk: int = 4096
     # optimiser
@@ -169,43 +197,104 @@ class TrainConfig:
     max_seconds: float | None = None
     epochs: float = 1.0
     clip_norm: float = 1.0
+    ema_decay: float | None = None
     # running it
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
     compile: bool = False
+    graphs: bool = True
     cache_features: bool = False
+    features: str | None = None
     seed: int = 0
     log_interval: int = 20
     save_interval: int = 500
+    eval_interval: int | None = None
+    keep: int = 1
+    logger: tuple[str, ...] = ()
     holdout: int = 64
+    serve_tokens: int = 64
+    serve_k: int | None = None
     compact: bool = False
     int8: bool = False
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "loss_chunk")
-        _check_at_least(self, 1, "log_interval", "save_interval")
-        _check_at_least(self, 0, "warmup_steps", "holdout")
+        _check_at_least(self, 1, "log_interval", "save_interval", "keep")
+        _check_at_least(self, 0, "warmup_steps", "holdout", "serve_tokens")
         _check_positive(self, "epochs", "muon_lr", "adamw_lr", "clip_norm")
         _check_share(self, "keep_ratio", "depth_decay")
+        _check_at_least(self, 1, "segments", "accumulate")
+        if self.partition == "algorithm1" and self.segments > self.batch_positions:
+            raise PeagleError(
+                f"segments is {self.segments}: more than the {self.batch_positions} positions of a step, lower it"
+            )
+        if self.serve_k is not None and not 1 <= self.serve_k <= MAX_SPECULATIVE_TOKENS:
+            raise PeagleError(f"serve_k is {self.serve_k}: it must be in 1 .. {MAX_SPECULATIVE_TOKENS}")
+        self._check_window()
+        if self.eval_interval is not None:
+            _check_at_least(self, 1, "eval_interval")
+        if self.chunk_rows is not None:
+            _check_at_least(self, max(1, self.num_depths - 1), "chunk_rows")
+        if not 0.0 <= self.tv_weight <= 1.0:
+            raise PeagleError(f"tv_weight is {self.tv_weight}: it must be in [0, 1]")
         if self.max_steps is not None:
             _check_at_least(self, 1, "max_steps")
         if self.max_seconds is not None:
             _check_positive(self, "max_seconds")
         if self.supervised_share is not None:
             _check_share(self, "supervised_share")
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise PeagleError(f"ema_decay is {self.ema_decay}: it must be in (0, 1), or left out")
         if not 0.0 <= self.min_keep <= 1.0:
             raise PeagleError(f"min_keep is {self.min_keep}: it must be in [0, 1]")
         if not 0 <= self.seed < 2**63:
             raise PeagleError(f"seed is {self.seed}: it must be in 0 .. {2**63 - 1}")
         if self.int8 and not self.compact:
             raise PeagleError("int8 needs compact: 8-bit layers exist in the compact layout only, ask for both")
-        if self.loss not in ("soft-ce", "hard-ce"):
-            raise PeagleError(f"loss {self.loss!r} is not known: use soft-ce or hard-ce")
-        if self.optimizer not in ("muon", "adamw"):
-            raise PeagleError(f"optimizer {self.optimizer!r} is not known: use muon or adamw")
-        if self.attention not in ("auto", "dense", "flex"):
-            raise PeagleError(f"attention {self.attention!r} is not known: use auto, dense or flex")
+        if self.features is not None and self.cache_features:
+            raise PeagleError(
+                "features and cache_features exclude each other: read features from files or compute them"
+            )
+        _check_choice(self, "method", "p-eagle", "eagle3")
+        _check_choice(self, "partition", "prefix-once", "algorithm1", "flat")
+        _check_choice(self, "parallel", "ddp", "fsdp")
+        _check_choice(self, "loss", "soft-ce", "kl", "hard-ce")
+        _check_choice(self, "depth_weight", "flat", "per-depth", "gamma")
+        _check_choice(self, "optimizer", "muon", "adamw")
+        _check_choice(self, "attention", "auto", "reference", "flex", "kernel")
+        if self.compile and self.partition == "algorithm1":
+            raise PeagleError(
+                "compile needs steps of one shape and algorithm1 has none: use prefix-once, or no compile"
+            )
+        if self.compile and self.checkpoint_activations:
+            raise PeagleError("compile and checkpoint_activations exclude each other: choose one")
+
+    @property
+    def served_drafts(self) -> int:
+        """K of the decoding that an evaluation runs."""
+        return self.serve_k or min(self.num_depths, MAX_SPECULATIVE_TOKENS)
+
+    def _check_window(self) -> None:
+        """A window that holds every chain, over layers there are."""
+        if self.sliding_window is None:
+            if self.sliding_layers is not None:
+                raise PeagleError("sliding_layers needs sliding_window: give the window's width in positions too")
+            return
+        longest = max(self.num_depths, self.served_drafts if self.serve_tokens else 0)
+        if self.sliding_window <= longest:
+            raise PeagleError(
+                f"sliding_window is {self.sliding_window}: it must be above {longest}, so that a draft sees its chain"
+            )
+        outside = [layer for layer in self.sliding_layers or () if not 0 <= layer < self.num_layers]
+        if outside:
+            raise PeagleError(f"sliding_layers has {outside[0]}: layers are numbered 0 to {self.num_layers - 1}")
+
+
+def _check_choice(config: object, name: str, *choices: str) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise PeagleError(f"{name} {value!r} is not known: use {', '.join(choices[:-1])} or {choices[-1]}")
 
 
 def _check_at_least(config: object, least: int, *names: str) -> None:

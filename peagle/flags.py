@@ -28,8 +28,8 @@ def with_flags(config_class: type, panels: Panels) -> Callable[[Callable[..., No
         hint, metavar = hints[field.name], None
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         if field.name in elements:
-            hint, metavar = (str | None), "N,N,..."
-            default = ",".join(f"{value:g}" for value in default) if isinstance(default, tuple) else default
+            hint, metavar = (str | None), "NAME,..." if elements[field.name] is str else "N,N,..."
+            default = (",".join(map(_shown, default)) or None) if isinstance(default, tuple) else default
         panel, text = panel_of[field.name]
         option = typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -42,7 +42,9 @@ def with_flags(config_class: type, panels: Panels) -> Callable[[Callable[..., No
         @functools.wraps(verb)
         def command(**values: Any) -> None:
             chosen = {flag.name: values.pop(flag.name) for flag in flags}
-            chosen |= {name: _parse_list(name, chosen[name], element) for name, element in elements.items()}
+            lists = {name: _parse_list(name, chosen[name], element) for name, element in elements.items()}
+            # A list left out keeps the dataclass's own default, which may be empty and has no spelling here.
+            chosen = {name: value for name, value in (chosen | lists).items() if name not in lists or value is not None}
             verb(**values, config=config_class(**chosen))
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
@@ -58,11 +60,15 @@ def _tuple_element(hint: Any) -> Callable[[str], Any] | None:
     return get_args(tuples[0])[0] if tuples else None
 
 
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _parse_list(name: str, text: str | None, element: Callable[[str], Any]) -> tuple[Any, ...] | None:
-    if text is None:
+    if not text:
         return None
     try:
-        return tuple(element(part) for part in text.split(","))
+        return tuple(element(part.strip()) for part in text.split(","))
     except ValueError:
         flag = "--" + name.replace("_", "-")
         raise PeagleError(f"{flag} is {text!r}: write numbers separated by commas, for example 1,2") from None

@@ -30,9 +30,15 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle prepare org/model --prompts prompts.jsonl --prompts self.jsonl --out data/model",
             "peagle prepare smollm2-135m --prompts prompts.jsonl --out data/smollm2 --temperatures 0,0.7",
         ),
+        "extract": _examples(
+            "peagle extract org/model --data data/model --out features/model",
+            "peagle extract org/model --data data/model --out features/model --shard-gib 4 --yes",
+        ),
         "train": _examples(
             "peagle train org/model --data data/model --out runs/model",
             "peagle train smollm2-135m --data data/smollm2 --out runs/tiny --num-layers 2 --max-seconds 600",
+            "peagle train --recipe recipes/smollm2-135m.toml --data data/smollm2 --out runs/again --logger tensorboard",
+            "peagle train org/model --data data/model --features features/model --out runs/model",
         ),
         "inspect": _examples("peagle inspect heads/smollm2-135m-instruct-p-eagle"),
         "export": _examples(
@@ -83,18 +89,33 @@ PREPARE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 
+EXTRACT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Features": {
+            "tap_ids": "Target layers whose input the head reads (default: 2, n/2, n-3).",
+            "shard_gib": "Size of a file in GiB; a finished file survives an interruption.",
+            "dtype": "bfloat16, float32 or auto: the precision that `train` computes in.",
+            "device": _DEVICE,
+        },
+    }
+)
+
 TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Head": {
+            "method": "p-eagle, or eagle3: the baseline that drafts one token a pass.",
             "num_layers": "Layers of the head.",
             "num_depths": "Tokens the head learns to draft in one pass.",
             "tap_ids": "Target layers whose input the head reads (default: 2, n/2, n-3).",
             "mask_token_id": "Vocabulary id that marks mask slots (default: an unused id).",
             "norm_before_fc": "Normalise the taps before they are combined.",
             "target_init": "Start from the target's last layers.",
+            "init_head": "Head (EAGLE-3 or P-EAGLE) to start from: its architecture, taps and draft vocabulary rule.",
             "train_embeddings": "Train the embedding table.",
             "train_lm_head": "Train the output rows.",
             "draft_vocab_size": "Keep only the tokens most frequent in the answers (default: all).",
+            "sliding_window": "Positions that sliding layers see, their own included (default: all before it).",
+            "sliding_layers": "Layers that slide, counted from 0 (default: every layer, once there is a window).",
             "compact": "Store no table that equals the target's.",
             "int8": "Store the layers in 8 bits.",
         },
@@ -104,9 +125,19 @@ TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "min_keep": "Lowest share of anchors that any depth keeps.",
             "supervised_share": "Share of supervised positions that mask rows are reserved for (default: the data's).",
         },
+        "Memory": {
+            "partition": "How rows are run: prefix-once, algorithm1 (the paper's segments) or flat (all at once).",
+            "segments": "Segments of algorithm1.",
+            "chunk_rows": "Mask rows run at once by prefix-once (default: what fits in memory).",
+            "checkpoint_activations": "Keep only each layer's input and compute the rest again going backwards.",
+            "accumulate": "Packs per optimiser step.",
+            "parallel": "On several GPUs: ddp (a whole copy on each) or fsdp (parameters spread over them).",
+        },
         "Loss": {
-            "loss": "soft-ce (the target's distribution) or hard-ce (its token).",
-            "depth_decay": "Weight of depth d is this to the power d.",
+            "loss": "soft-ce (the target's distribution), kl (the same less its entropy) or hard-ce (its token).",
+            "tv_weight": "Share of total variation distance mixed into the loss.",
+            "depth_weight": "gamma (depth d weighs depth_decay to the power d), flat, or per-depth (all depths alike).",
+            "depth_decay": "The base of gamma.",
             "loss_chunk": "Rows whose logits exist at once.",
         },
         "Optimiser": {
@@ -118,17 +149,25 @@ TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "max_seconds": "Stop after this much training time.",
             "epochs": "Passes over the data, where neither limit above comes first.",
             "clip_norm": "Largest gradient norm.",
+            "ema_decay": "Evaluate and export an average of the weights with this decay, such as 0.999 (default: off).",
         },
         "Running": {
             "dtype": _DTYPE,
             "device": _DEVICE,
-            "attention": "dense, flex, or auto: flex on GPU.",
+            "attention": "reference (torch), flex, kernel (Triton), or auto: kernel on GPU.",
             "compile": "Compile the step with torch.compile.",
-            "cache_features": "Compute the target's features once and keep them.",
+            "graphs": "On a GPU replay steps as CUDA graphs, where a pack is one chunk.",
+            "cache_features": "Compute the target's features once and keep them in memory.",
+            "features": "Folder that `peagle extract` wrote: read the target's features from it.",
             "seed": "Seed of initialisation, data order and drops.",
             "log_interval": "Steps between progress lines.",
             "save_interval": "Steps between checkpoints.",
+            "eval_interval": "Steps between evaluations (default: those between checkpoints).",
+            "keep": "Checkpoints to keep, the newest included.",
+            "logger": "Besides train.jsonl: tensorboard, wandb, trackio.",
             "holdout": "Documents kept for validation.",
+            "serve_tokens": "Tokens that every evaluation decodes per held-out prompt, to measure acceptance; 0: none.",
+            "serve_k": "Drafts per round of that decoding (default: the depths trained).",
         },
     }
 )

@@ -32,9 +32,7 @@ fi
 peagle prepare smollm2-135m --prompts "$PROMPTS" --prompts "$OUT/self_prompts.jsonl" --out "$OUT/data" \
     --temperatures 0,0.7 --max-tokens 256 --max-num-seqs 4096 --shard-size 50000
 
-peagle train smollm2-135m --data "$OUT/data" --out "$OUT/run" \
-    --num-layers 4 --num-depths 8 --optimizer muon --cache-features --compile \
-    --no-train-embeddings --no-train-lm-head --compact --int8 \
-    --epochs 1000 --max-seconds "$SECONDS_OF_TRAINING" --save-interval 4000
+peagle train --recipe "$ROOT/recipes/smollm2-135m.toml" --data "$OUT/data" --out "$OUT/run" \
+    --max-seconds "$SECONDS_OF_TRAINING"
 
 "$PYTHON" -m benchmarks.acceptance --head "$OUT/run/head" --out "$OUT/acceptance-smollm2-135m.json"

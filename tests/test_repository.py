@@ -92,14 +92,16 @@ def test_every_result_is_readable():
 
 def commands_in_documents():
     blocks = [block for path in documents() for block in re.findall(r"```\w*\n(.*?)```", path.read_text(), re.DOTALL)]
-    recipes = [re.sub(r"\$\w+", "1", path.read_text()) for path in (ROOT / "recipes").glob("*.sh")]
+    scripts = [path.read_text().replace("$ROOT", str(ROOT)) for path in (ROOT / "recipes").glob("*.sh")]
+    recipes = [re.sub(r"\$\w+", "1", text) for text in scripts]
     lines = [line.strip() for block in blocks + recipes for line in block.replace("\\\n", " ").splitlines()]
     lines += [line for examples in EXAMPLES.values() for line in examples.splitlines()]
     return sorted({line.split("  #")[0].strip() for line in lines if line.startswith("peagle ")})
 
 
 @pytest.mark.parametrize("line", commands_in_documents())
-def test_commands_in_documents_parse(line):
+def test_commands_in_documents_parse(line, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where the files that commands name are
     verb, *arguments = shlex.split(line)[1:]
     command = typer.main.get_command(app).commands[verb]
     assert command.make_context(verb, arguments).params

@@ -1,6 +1,6 @@
 """Measure a head with the engine that serves it: acceptance length, per position, with and without looping text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle.acceptance import AcceptanceStats
@@ -33,9 +33,10 @@ class SuiteAcceptance:
             if not looping[first_index]:
                 self.fresh.record(accepted, num_drafts)
 
-    def row(self, suite: str, num_drafts: int, temperature: float) -> AcceptanceRow:
-        """The suite as one row of a result file."""
+    def row(self, suite: str, num_drafts: int, temperature: float, head: str | None = None) -> AcceptanceRow:
+        """The suite as one row of a result file; `head` names the head where a file holds several."""
         return AcceptanceRow(
+            head=head,
             suite=suite,
             num_speculative_tokens=num_drafts,
             temperature=temperature,
@@ -62,10 +63,15 @@ def looping_tokens(token_ids: Sequence[int]) -> list[bool]:
 
 
 def measure_acceptance(
-    llm: LLM, conversations: Sequence[list[dict[str, str]]], params: Sequence[SamplingParams]
-) -> SuiteAcceptance:
-    """Answer all conversations with drafts on and count what was accepted."""
-    suite = SuiteAcceptance()
-    for output in llm.chat(conversations, params):
-        suite.add(output, llm.num_speculative_tokens)
-    return suite
+    llm: LLM, suites: Mapping[str, Sequence[list[dict[str, str]]]], *, max_tokens: int, temperature: float
+) -> dict[str, SuiteAcceptance]:
+    """Answer the conversations of all suites as one batch with drafts on, and count per suite what was accepted.
+
+    The seed of a conversation is its place in its suite, whatever other suites there are.
+    """
+    places = [(name, seed) for name, conversations in suites.items() for seed in range(len(conversations))]
+    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed) for _, seed in places]
+    results = {name: SuiteAcceptance() for name in suites}
+    for (name, _), output in zip(places, llm.chat([c for cs in suites.values() for c in cs], params), strict=True):
+        results[name].add(output, llm.num_speculative_tokens)
+    return results

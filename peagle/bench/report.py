@@ -9,11 +9,12 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import peagle
@@ -27,7 +28,7 @@ class AcceptanceRow:
     """Acceptance of one prompt suite at one K and temperature (result names `acceptance-*`).
 
     The shares are unconditional: rounds in which position j was accepted / rounds. `..._without_loops` leaves out the
-    rounds inside text that repeats itself, which any drafter guesses right.
+    rounds inside text that repeats itself, which any drafter guesses right. `head` is named where there are several.
     """
 
     suite: str
@@ -41,6 +42,7 @@ class AcceptanceRow:
     prompts: int
     rounds: int
     tokens: int
+    head: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,22 @@ class LosslessRow:
     temperature: float
     prompts: int
     identical: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurveRow:
+    """The last evaluation of a training run within a budget of positions or seconds (result names `train-curve*`).
+
+    `acceptance_length` is that of decoding held-out prompts; the implied one comes from the held-out text's chains.
+    """
+
+    run: str
+    budget: str
+    step: int
+    positions: int
+    seconds: float
+    acceptance_length: float
+    implied_acceptance_length: float | None
 
 
 def provenance() -> dict[str, Any]:
@@ -121,12 +139,10 @@ def render_block(name: str, result: Json | None) -> str:
     """Markdown for one result: its table and a line that says where it was measured. None: not measured yet."""
     if result is None:
         return f"*Not measured yet: `benchmarks/results/{name}.json` will fill this table.*"
-    for prefix, render in (("acceptance-", _acceptance), ("cpu-speed-", _speed), ("lossless-", _lossless)):
+    for prefix, render in _TABLES.items():
         if name.startswith(prefix):
             return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
-    raise PeagleError(
-        f"no table is known for the result {name!r}: names start with acceptance-, cpu-speed- or lossless-"
-    )
+    raise PeagleError(f"no table is known for the result {name!r}: names start with {', '.join(_TABLES)}")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -137,10 +153,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _acceptance(rows: Sequence[Json]) -> str:
     header = ("suite", "T", "K", "AL", "AL without loops", "accepted at position 1, 2, ...", "prompts", "tokens")
+    several = any(row.get("head") for row in rows)  # results of earlier versions name none
     return markdown_table(
-        header,
+        ("head", *header) if several else header,
         [
             (
+                *((row["head"],) if several else ()),
                 row["suite"],
                 f"{row['temperature']:g}",
                 str(row["num_speculative_tokens"]),
@@ -187,6 +205,29 @@ def _lossless(rows: Sequence[Json]) -> str:
             for row in rows
         ],
     )
+
+
+def _curve(rows: Sequence[Json]) -> str:
+    return markdown_table(
+        ("run", "within", "AL", "AL implied by held-out text", "positions", "seconds", "step"),
+        [
+            (
+                row["run"],
+                row["budget"],
+                f"**{row['acceptance_length']:.2f}**",
+                "" if row["implied_acceptance_length"] is None else f"{row['implied_acceptance_length']:.2f}",
+                f"{row['positions']:,}",
+                f"{row['seconds']:,.0f}",
+                f"{row['step']:,}",
+            )
+            for row in rows
+        ],
+    )
+
+
+_TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
+    {"acceptance-": _acceptance, "cpu-speed-": _speed, "lossless-": _lossless, "train-curve": _curve}
+)
 
 
 def _measured_on(name: str, result: Json) -> str:

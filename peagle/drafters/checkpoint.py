@@ -2,8 +2,8 @@
 
 Three ways to store a head, all read by `load_drafter`:
 full     vLLM's plain layout; self-contained, loads in vLLM unchanged.
-compact  embedding and output rows equal to the target's are left out (`peagle_shared_with_target`) and the trained mask
-         row is stored by itself (`mask_embedding`); needs its own target to load.
+compact  embedding and output rows equal to the target's are left out (`peagle_shared_with_target`) and a P-EAGLE head's
+         trained mask row is stored by itself (`mask_embedding`); needs its own target to load.
 int8     compact, with the matrices of the layers in 8 bits (`NAME` int8 and `NAME_scale` per row).
 """
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from peagle.drafters import layout, storage
+from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.drafters.head_config import config_from_dict, config_to_dict
-from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
+from peagle.drafters.p_eagle import PEagleDrafter
 from peagle.drafters.quantize import quantize_rows
 from peagle.drafters.vocab import target_ids
 from peagle.errors import PeagleError
@@ -53,8 +54,8 @@ def load_drafter(
     device: torch.device,
     trainable: bool = False,
     target_name: str = "the given target",
-) -> PEagleDrafter:
-    """The head at `path` (directory or Hub id) in eval mode, frozen unless `trainable`.
+) -> Eagle3Drafter:
+    """The head at `path` (directory or Hub id) in eval mode, frozen unless `trainable`: a `PEagleDrafter` if it is one.
 
     `target` supplies the rows a head does not store; a frozen head shares their storage where dtype and device agree.
     `spec` is checked for compatibility when given. Raises PeagleError for every unusable head.
@@ -82,7 +83,7 @@ def load_drafter(
 
 
 def save_drafter(
-    drafter: PEagleDrafter,
+    drafter: Eagle3Drafter,
     path: Path | str,
     *,
     compact: bool,
@@ -149,7 +150,7 @@ def check_compatible(config: DrafterConfig, spec: ModelSpec, *, where: str = "th
             f"{where} taps layer {outside[0]} (taps {list(config.tap_ids)}), this target has ids 0 to "
             f"{spec.num_layers}: {remedy}"
         )
-    if not 0 <= config.mask_token_id < spec.vocab_size:
+    if config.mask_token_id is not None and not 0 <= config.mask_token_id < spec.vocab_size:
         raise PeagleError(
             f"{where} has mask token {config.mask_token_id}, expected an id below the vocabulary size "
             f"{spec.vocab_size}: correct mask_token_id in config.json"
@@ -222,15 +223,16 @@ def _check_target_hash(raw: Mapping[str, Any], target: TargetModel, target_name:
 
 
 def _drop_shared(
-    tensors: dict[str, Tensor], drafter: PEagleDrafter, target: TargetModel, dtype: torch.dtype
+    tensors: dict[str, Tensor], drafter: Eagle3Drafter, target: TargetModel, dtype: torch.dtype
 ) -> list[str]:
-    """Remove the tables that equal the target's, store the mask row by itself, and name what was removed."""
-    mask_id = drafter.config.mask_token_id
-    tensors[layout.MASK_EMBEDDING] = tensors[layout.EMBED][mask_id].clone()
+    """Remove the tables that equal the target's, store a mask row by itself, and name what was removed."""
     tables = _tables(target, drafter.d2t)
     embed_VH = tables.embed_VH.to("cpu", dtype, copy=True)
-    if embed_VH.shape == tensors[layout.EMBED].shape:
-        embed_VH[mask_id] = tensors[layout.MASK_EMBEDDING]  # the one row that may differ
+    if isinstance(drafter, PEagleDrafter):
+        mask_id = drafter.mask_token_id
+        tensors[layout.MASK_EMBEDDING] = tensors[layout.EMBED][mask_id].clone()
+        if embed_VH.shape == tensors[layout.EMBED].shape:
+            embed_VH[mask_id] = tensors[layout.MASK_EMBEDDING]  # the one row that may differ
     shared = []
     for name, table_VH in ((layout.EMBED, embed_VH), (layout.LM_HEAD, tables.head_VH.to("cpu", dtype))):
         if torch.equal(tensors[name], table_VH):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from peagle.drafters.p_eagle import DrafterConfig
+from peagle.drafters.eagle3 import FULL, SLIDING, DrafterConfig
 from peagle.errors import PeagleError
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import MAX_SIZE, rope_from_config
@@ -16,6 +16,7 @@ from peagle.models.spec import MAX_SIZE, rope_from_config
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 MASK_ID_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # vLLM's order; releases before 0.26 know the last two
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+PARALLEL_KEY = "parallel_drafting"
 
 # Keys that change what is computed, so leaving one to a reader's default is worth a warning in `inspect_head`.
 EXPLICIT_KEYS = (
@@ -64,12 +65,13 @@ def config_to_dict(config: DrafterConfig) -> dict[str, Any]:
         TAP_KEY: taps,
         # vLLM counts the taps from this copy; older readers know no other.
         "eagle_config": {TAP_KEY: taps, "use_aux_hidden_state": True},
-        **dict.fromkeys(MASK_ID_KEYS, c.mask_token_id),
-        "parallel_drafting": True,
+        **(dict.fromkeys(MASK_ID_KEYS, c.mask_token_id) if c.parallel else {}),
+        PARALLEL_KEY: c.parallel,
         "norm_before_fc": c.norm_before_fc,
         "norm_before_residual": c.norm_before_residual,
         "fc_norm": False,
         "norm_output": False,
+        **({} if c.layer_types is None else {"layer_types": list(c.layer_types), "sliding_window": c.sliding_window}),
     }
 
 
@@ -83,15 +85,23 @@ def config_from_dict(raw: Mapping[str, Any], *, target_layers: int | None, where
     hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
     kv_heads = _positive(raw, "num_key_value_heads", where, heads)
     vocab, head_dim = _positive(raw, "vocab_size", where), _positive(raw, "head_dim", where, hidden // heads)
+    mask_token_id = _mask_token_id(raw, vocab, where)
+    if mask_token_id is None and _flag(raw, "norm_output", where):
+        raise PeagleError(
+            f"{where}: config.json has norm_output=True (an EAGLE-3.1 head that feeds back its normed output), "
+            "which is not supported: expected False; use another head"
+        )
     if heads % kv_heads or head_dim % 2:
         raise PeagleError(
             f"{where}: config.json has {heads} heads, {kv_heads} key/value heads and head_dim {head_dim}: "
             "expected heads in whole groups and an even head_dim; fix the file"
         )
+    layers = _positive(raw, "num_hidden_layers", where)
+    layer_types, sliding_window = _layer_types(raw, layers, where)
     return DrafterConfig(
         hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size", where),
-        num_layers=_positive(raw, "num_hidden_layers", where),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -102,10 +112,12 @@ def config_from_dict(raw: Mapping[str, Any], *, target_layers: int | None, where
         draft_vocab_size=_positive(raw, "draft_vocab_size", where, vocab),
         target_hidden_size=_positive(raw, "target_hidden_size", where, hidden),
         tap_ids=_tap_ids(raw, target_layers, where),
-        mask_token_id=_mask_token_id(raw, vocab, where),
+        mask_token_id=mask_token_id,
         norm_before_fc=_flag(raw, "norm_before_fc", where),
         norm_before_residual=_flag(raw, "norm_before_residual", where),
         attention_bias=_flag(raw, "attention_bias", where),
+        layer_types=layer_types,
+        sliding_window=sliding_window,
     )
 
 
@@ -136,17 +148,6 @@ def refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
                 f"{where}: config.json has {key}={_short(value)} ({meaning}), which is not supported: {expected}; "
                 "convert the head to the plain layout or use another one"
             )
-    types = raw.get("layer_types") or []
-    if not isinstance(types, list):
-        raise PeagleError(f"{where}: config.json has layer_types={_short(types)}: expected a list; fix the file")
-    kinds = sorted({str(kind) for kind in types} - {"full_attention"})
-    window = raw.get("sliding_window")
-    windowed = window is not None and raw.get("use_sliding_window") is not False and not types
-    if kinds or windowed:
-        name, value = ("layer_types", kinds) if kinds else ("sliding_window", window)
-        raise PeagleError(
-            f"{where}: config.json has {name}={value}: only full attention is supported; use another head"
-        )
 
 
 def lookup(raw: Mapping[str, Any], key: str) -> Any:
@@ -162,12 +163,39 @@ def mask_token_ids(raw: Mapping[str, Any]) -> list[Any]:
     return [raw[key] for key in MASK_ID_KEYS if raw.get(key) is not None]
 
 
-def _mask_token_id(raw: Mapping[str, Any], vocab_size: int, where: str) -> int:
+def _layer_types(raw: Mapping[str, Any], layers: int, where: str) -> tuple[tuple[str, ...] | None, int | None]:
+    """`layer_types` and `sliding_window`, both None for a head without sliding layers."""
+    types, window, switch = (raw.get(key) for key in ("layer_types", "sliding_window", "use_sliding_window"))
+    if types is None or types == []:
+        if window is not None and switch is not False:
+            raise PeagleError(
+                f"{where}: config.json has sliding_window={_short(window)} and no layer_types: say which layers slide "
+                f"({FULL!r} or {SLIDING!r} for each), or set sliding_window to null"
+            )
+        return None, None
+    if not isinstance(types, list) or len(types) != layers or any(kind not in (FULL, SLIDING) for kind in types):
+        raise PeagleError(
+            f"{where}: config.json has layer_types={_short(types)}: expected {FULL!r} or {SLIDING!r} for each of the "
+            f"{layers} layers; fix the file"
+        )
+    if SLIDING not in types:
+        return None, None
+    if switch is False:
+        raise PeagleError(f"{where}: config.json has sliding layer_types and use_sliding_window=False: remove one")
+    return tuple(types), _integer(window, "sliding_window", 2, where)
+
+
+def _mask_token_id(raw: Mapping[str, Any], vocab_size: int, where: str) -> int | None:
+    """The mask token of a P-EAGLE head; None for an EAGLE-3 head, whose config says so or names no mask token."""
     named = mask_token_ids(raw)
+    stated = lookup(raw, PARALLEL_KEY) is not None
+    parallel = _flag(raw, PARALLEL_KEY, where) if stated else bool(named)
+    if not parallel:
+        return None
     if not named:
         raise PeagleError(
             f"{where}: config.json names no mask token: expected one of {', '.join(MASK_ID_KEYS)}; "
-            "an EAGLE-3 head trained one token at a time cannot draft in parallel, train a P-EAGLE head"
+            f"an EAGLE-3 head trained one token at a time cannot draft in parallel, set {PARALLEL_KEY} to false"
         )
     mask_id = _integer(named[0], "mask_token_id", 0, where)
     if mask_id >= vocab_size:

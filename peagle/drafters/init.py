@@ -6,13 +6,16 @@ the target's embedding and output rows.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from peagle.drafters.checkpoint import check_compatible
+from peagle.drafters.eagle3 import FULL, SLIDING, DrafterConfig, Eagle3Drafter
 from peagle.drafters.head_config import default_tap_ids
-from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
+from peagle.drafters.p_eagle import PEagleDrafter, drafter_for
 from peagle.drafters.vocab import offsets, target_ids
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
@@ -28,30 +31,36 @@ def new_drafter(
     target: TargetModel,
     *,
     num_layers: int,
-    mask_token_id: int,
+    mask_token_id: int | None,
     seed: int,
     target_init: bool,
     tap_ids: Sequence[int] | None = None,
     draft_ids: Tensor | None = None,
     norm_before_fc: bool = True,
     intermediate_size: int | None = None,
-) -> PEagleDrafter:
+    sliding_window: int | None = None,
+    sliding_layers: Sequence[int] | None = None,
+) -> Eagle3Drafter:
     """A float32 head on the CPU that shares no storage with `target`, the same for the same `seed`.
 
+    With `mask_token_id` a `PEagleDrafter`, with None an EAGLE-3 head, the same in all that both have.
     `draft_ids` are ascending target ids (None: the whole vocabulary), `tap_ids` None means (2, n//2, n-3). A narrower
-    feed-forward than the target's keeps its strongest channels. Raises PeagleError for settings the target rules out.
+    feed-forward than the target's keeps its strongest channels. `sliding_layers` (None: all) see no further back than
+    `sliding_window`, if there is one. Raises PeagleError for settings the target rules out.
     """
     config = _config(
         spec, num_layers, tap_ids, mask_token_id, draft_ids, norm_before_fc, intermediate_size, target_init
     )
+    config = replace(config, **_sliding(num_layers, sliding_window, sliding_layers))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        drafter = PEagleDrafter(config)
+        drafter = drafter_for(config)
     with torch.no_grad():
         if draft_ids is not None:
             drafter.d2t.copy_(offsets(draft_ids))
         drafter.embed_tokens.weight.copy_(target.embed_tokens.weight)
-        drafter.mask_embedding.copy_(target.embed_tokens.weight[mask_token_id])
+        if isinstance(drafter, PEagleDrafter):
+            drafter.mask_embedding.copy_(target.embed_tokens.weight[drafter.mask_token_id])
         head_ids = target_ids(drafter.d2t).to(target.lm_head.weight.device)
         drafter.lm_head.weight.copy_(target.lm_head.weight[head_ids])
         if target_init:
@@ -63,7 +72,7 @@ def _config(
     spec: ModelSpec,
     num_layers: int,
     tap_ids: Sequence[int] | None,
-    mask_token_id: int,
+    mask_token_id: int | None,
     draft_ids: Tensor | None,
     norm_before_fc: bool,
     intermediate_size: int | None,
@@ -106,7 +115,18 @@ def _config(
     return config
 
 
-def _start_as_target(drafter: PEagleDrafter, target: TargetModel) -> None:
+def _sliding(num_layers: int, window: int | None, layers: Sequence[int] | None) -> dict[str, Any]:
+    """`layer_types` and `sliding_window` of a config."""
+    if window is None:
+        return {}
+    chosen = set(range(num_layers) if layers is None else layers)
+    if not chosen <= set(range(num_layers)):
+        raise PeagleError(f"sliding layers {sorted(chosen)}: expected numbers from 0 to {num_layers - 1}")
+    types = tuple(SLIDING if layer in chosen else FULL for layer in range(num_layers))
+    return {"layer_types": types, "sliding_window": window}
+
+
+def _start_as_target(drafter: Eagle3Drafter, target: TargetModel) -> None:
     """Copy the target's last layers, its final norm, and feed them from the last tap."""
     size = drafter.config.hidden_size
     source, *rest = _layers(target)[-drafter.config.num_layers :]
@@ -151,6 +171,6 @@ def _copy_mlp(mlp: SwiGLU, source: SwiGLU) -> None:
     mlp.down_proj.weight.copy_(down_HF[:, kept])
 
 
-def _layers(model: TargetModel | PEagleDrafter) -> list[DecoderLayer]:
+def _layers(model: TargetModel | Eagle3Drafter) -> list[DecoderLayer]:
     """The plain decoder layers, typed (a ModuleList promises no more than modules)."""
     return [layer for layer in model.layers if isinstance(layer, DecoderLayer)]

@@ -17,6 +17,7 @@ from peagle.drafters.checkpoint import (
     check_compatible,
     resolve_head,
 )
+from peagle.drafters.eagle3 import DrafterConfig
 from peagle.drafters.head_config import (
     ARCHITECTURE,
     EXPLICIT_KEYS,
@@ -27,7 +28,6 @@ from peagle.drafters.head_config import (
     mask_token_ids,
     refuse_target,
 )
-from peagle.drafters.p_eagle import DrafterConfig
 from peagle.drafters.vocab import target_ids
 from peagle.errors import PeagleError
 from peagle.models.spec import ModelSpec
@@ -55,7 +55,8 @@ class HeadReport:
 
     def lines(self) -> list[str]:
         """The report for a terminal, one fact a line."""
-        rows = [("head", str(self.path)), ("type", f"P-EAGLE ({self.architecture})"), ("storage", self._storage())]
+        kind = "unknown" if self.config is None else self.config.kind
+        rows = [("head", str(self.path)), ("type", f"{kind} ({self.architecture})"), ("storage", self._storage())]
         if self.config is not None:
             rows += _config_rows(self.config)
         rows.append(("made for", self.base_model))
@@ -139,11 +140,21 @@ def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
     return [
         ("layers", f"{c.num_layers}, hidden {c.hidden_size}, feed-forward {c.intermediate_size}, {heads}"),
         ("switches", ", ".join(switches) or "none"),
+        ("attention", _attention(c)),
         ("taps", f"{list(c.tap_ids)} (streams entering these target layers)"),
-        ("mask token", str(c.mask_token_id)),
+        ("mask token", "none: drafts one token at a time" if c.mask_token_id is None else str(c.mask_token_id)),
         ("draft vocab", vocabulary),
         ("fits targets", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size}, at least {depth} layers"),
     ]
+
+
+def _attention(config: DrafterConfig) -> str:
+    sliding = [str(layer) for layer, window in enumerate(config.windows) if window is not None]
+    if not sliding:
+        return "full in every layer"
+    return f"last {config.sliding_window} positions in layers {', '.join(sliding)}" + (
+        ", full in the others" if len(sliding) < config.num_layers else " (all)"
+    )
 
 
 def _config_problems(raw: Mapping[str, Any]) -> list[str]:
@@ -200,9 +211,9 @@ def _layout_problems(tensors: dict[str, Tensor], config: DrafterConfig, shared: 
         if name not in shapes:
             shapes[name] = expected[name]  # lent by the target
             if name not in shared:
-                lost = ", so the trained mask row is lost" if name == layout.EMBED else ""
+                lost = ", so the trained mask row is lost" if config.parallel and name == layout.EMBED else ""
                 problems.append(f"{name} is missing: the target's table is used in its place{lost}")
-    if layout.EMBED in shared and layout.MASK_EMBEDDING not in shapes:
+    if config.parallel and layout.EMBED in shared and layout.MASK_EMBEDDING not in shapes:
         problems.append(f"{layout.MASK_EMBEDDING} is missing, although {layout.EMBED} is shared: the mask row is lost")
     problems += layout.tensor_problems(shapes, config)
     unknown = [n for n in layout.unknown_tensors(tensors, config) if not n.endswith("o_proj.bias") or _any(tensors[n])]
@@ -231,12 +242,13 @@ def _d2t_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[
 
 
 def _mask_problems(stored: Mapping[str, Tensor], config: DrafterConfig | None) -> list[str]:
-    problems = []
+    problems: list[str] = []
     hidden, row, embed = (stored.get(name) for name in (layout.MASK_HIDDEN, layout.MASK_EMBEDDING, layout.EMBED))
     if hidden is not None and not _any(hidden):
         problems.append(f"{layout.MASK_HIDDEN} is all zeros: it was never trained")
-    if row is None and embed is not None and embed.ndim == 2 and config and config.mask_token_id < embed.shape[0]:
-        row = embed[config.mask_token_id]
+    mask_id = config.mask_token_id if config else None
+    if row is None and mask_id is not None and embed is not None and embed.ndim == 2 and mask_id < embed.shape[0]:
+        row = embed[mask_id]
     if row is not None and not _any(row):
         problems.append("the mask token's embedding is all zeros: it was never trained")
     return problems

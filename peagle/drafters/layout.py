@@ -1,4 +1,4 @@
-"""Tensors of a head: parameters of `PEagleDrafter` <-> names and shapes in vLLM's plain file layout.
+"""Tensors of a head: parameters of the drafter <-> names and shapes in vLLM's plain file layout.
 
 The module keeps q/k/v and gate/up merged; files keep them apart. Layer 0 is `fusion` here and `midlayer` in files,
 the other layers start at `layers.0` here and at `layers.1` in files (training reference 15.3).
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
+from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
+from peagle.drafters.p_eagle import PEagleDrafter, drafter_for
 from peagle.drafters.vocab import membership, target_ids
 from peagle.errors import PeagleError
 from peagle.models.layers import MergedLinear
@@ -31,13 +32,13 @@ class Piece:
     shape: tuple[int, ...]
 
 
-def meta_drafter(config: DrafterConfig) -> PEagleDrafter:
+def meta_drafter(config: DrafterConfig) -> Eagle3Drafter:
     """A drafter without storage: its names and shapes, and the shell that loading fills."""
     with torch.device("meta"):
-        return PEagleDrafter(config)
+        return drafter_for(config)
 
 
-def pieces(drafter: PEagleDrafter) -> dict[str, list[Piece]]:
+def pieces(drafter: Eagle3Drafter) -> dict[str, list[Piece]]:
     """Parameter name -> the file tensors it consists of, in order. Mask parameters are not included."""
     table: dict[str, list[Piece]] = {}
     for name, parameter in drafter.named_parameters():
@@ -59,21 +60,23 @@ def pieces(drafter: PEagleDrafter) -> dict[str, list[Piece]]:
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the full layout and its shape. `d2t` and `t2d` may be absent when the vocabularies are equal."""
     shapes = {p.file_name: p.shape for parts in pieces(meta_drafter(config)).values() for p in parts}
-    shapes[MASK_HIDDEN] = (1, 1, config.feature_size)
+    if config.parallel:
+        shapes[MASK_HIDDEN] = (1, 1, config.feature_size)
     shapes["d2t"], shapes["t2d"] = (config.draft_vocab_size,), (config.vocab_size,)
     return shapes
 
 
-def to_plain(drafter: PEagleDrafter, dtype: torch.dtype) -> dict[str, Tensor]:
+def to_plain(drafter: Eagle3Drafter, dtype: torch.dtype) -> dict[str, Tensor]:
     """The full plain layout, on the CPU, never sharing storage with the drafter."""
     config, tensors = drafter.config, dict[str, Tensor]()
     for name, parts in pieces(drafter).items():
         value = drafter.get_parameter(name).detach().to("cpu", dtype)
         for piece, rows in zip(parts, value.split([p.shape[0] for p in parts]), strict=True):
             tensors[piece.file_name] = rows.clone(memory_format=torch.contiguous_format)
-    # Readers look the mask slot's embedding up like any other token's.
-    tensors[EMBED][config.mask_token_id] = drafter.mask_embedding.detach().to("cpu", dtype)
-    tensors[MASK_HIDDEN] = drafter.mask_hidden.detach().to("cpu", dtype, copy=True).reshape(1, 1, -1)
+    if isinstance(drafter, PEagleDrafter):
+        # Readers look the mask slot's embedding up like any other token's.
+        tensors[EMBED][drafter.mask_token_id] = drafter.mask_embedding.detach().to("cpu", dtype)
+        tensors[MASK_HIDDEN] = drafter.mask_hidden.detach().to("cpu", dtype, copy=True).reshape(1, 1, -1)
     tensors["d2t"] = drafter.d2t.cpu().clone()
     tensors["t2d"] = membership(target_ids(drafter.d2t), config.vocab_size)
     if config.attention_bias:
@@ -92,7 +95,7 @@ def canonical_name(name: str) -> str:
 
 
 def to_state(tensors: Mapping[str, Tensor], config: DrafterConfig, where: str) -> dict[str, Tensor]:
-    """State dict of `PEagleDrafter` from the full plain layout plus an optional `mask_embedding` tensor.
+    """State dict of the drafter from the full plain layout plus, for P-EAGLE, an optional `mask_embedding` tensor.
 
     Raises PeagleError naming the first missing, misshapen or unexpected tensor. `where` names the head in errors.
     """
@@ -102,8 +105,9 @@ def to_state(tensors: Mapping[str, Tensor], config: DrafterConfig, where: str) -
         name: tensors[parts[0].file_name] if len(parts) == 1 else torch.cat([tensors[p.file_name] for p in parts])
         for name, parts in pieces(meta_drafter(config)).items()
     }
-    state[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(-1)
-    state[MASK_EMBEDDING] = tensors.get(MASK_EMBEDDING, tensors[EMBED][config.mask_token_id].clone())
+    if config.mask_token_id is not None:
+        state[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(-1)
+        state[MASK_EMBEDDING] = tensors.get(MASK_EMBEDDING, tensors[EMBED][config.mask_token_id].clone())
     state["d2t"] = read_d2t(tensors, config, where)
     return state
 
@@ -131,12 +135,18 @@ def tensor_problems(shapes: Mapping[str, tuple[int, ...]], config: DrafterConfig
     embedding = shapes.get(MASK_EMBEDDING)
     if embedding is not None and embedding != (config.hidden_size,):
         problems.append(f"{MASK_EMBEDDING} has shape {list(embedding)}, expected {[config.hidden_size]}")
+    strays = [name for name in (MASK_HIDDEN, MASK_EMBEDDING) if name in shapes and not config.parallel]
+    if strays:
+        problems.append(
+            f"{strays[0]} belongs to a P-EAGLE head, but config.json describes an EAGLE-3 head, "
+            "expected a mask token (ptd_token_id) and parallel_drafting true"
+        )
     return problems
 
 
 def unknown_tensors(tensors: Mapping[str, object], config: DrafterConfig) -> list[str]:
     """Names the config does not account for, other than data known to be harmless."""
-    known = {*expected_shapes(config), MASK_EMBEDDING}
+    known = {*expected_shapes(config), MASK_EMBEDDING, MASK_HIDDEN}
     return sorted(name for name in tensors if name not in known and not name.endswith(_IGNORED))
 
 

@@ -10,12 +10,13 @@ import torch
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import load_drafter
-from peagle.drafters.p_eagle import PEagleDrafter
+from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
+from peagle.engine.batch import Slots, build_batch
 from peagle.engine.kv_cache import BlockPool, PagedCache
 from peagle.engine.memory import num_kv_blocks
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.scheduler import Scheduled, Scheduler
-from peagle.engine.step import DraftSide, Slots, SpeculativeStep, StepResult, build_batch
+from peagle.engine.step import DraftSide, SpeculativeStep, StepResult
 from peagle.engine.text import TextStream
 from peagle.errors import PeagleError
 from peagle.kernels.paged_attention import can_run_triton
@@ -29,7 +30,7 @@ OnFinish = Callable[[int, RequestOutput], None]
 
 
 class LLM:
-    """A target model, optionally with a P-EAGLE head, ready to generate.
+    """A target model, optionally with a P-EAGLE or EAGLE-3 head, ready to generate.
 
     `model` is a local Hugging Face directory, a `.gguf` file, a Hub id or `smollm2-135m`; `speculative_config` takes
     vLLM's keys. The output is the same with and without speculation, whatever the head, K or the batch.
@@ -73,19 +74,37 @@ class LLM:
                 device=torch_device,
                 target_name=target.name,
             )
+            _check_kind(speculative_config, drafter.config)
         self._build(target, drafter, num_drafts, config, torch_device)
 
     @classmethod
     def from_parts(
-        cls, target: Target, drafter: PEagleDrafter | None, num_speculative_tokens: int, config: EngineConfig
+        cls,
+        target: Target,
+        drafter: Eagle3Drafter | None,
+        num_speculative_tokens: int,
+        config: EngineConfig,
+        *,
+        pack: bool = True,
     ) -> "LLM":
-        """Assemble from a loaded target and drafter, both already on the device; linear layers may be repacked."""
+        """Assemble from a loaded target and drafter, both already on the device.
+
+        `pack` replaces their linear layers by packed ones on the CPU; without it both modules are only read.
+        """
         llm = cls.__new__(cls)
-        llm._build(target, drafter, num_speculative_tokens, config, next(target.model.parameters()).device)
+        device = next(target.model.parameters()).device
+        llm._build(target, drafter, num_speculative_tokens, config, device, pack=pack)
         return llm
 
     def _build(
-        self, target: Target, drafter: PEagleDrafter | None, num_drafts: int, config: EngineConfig, device: torch.device
+        self,
+        target: Target,
+        drafter: Eagle3Drafter | None,
+        num_drafts: int,
+        config: EngineConfig,
+        device: torch.device,
+        *,
+        pack: bool = True,
     ) -> None:
         if config.attention == "triton" and not can_run_triton(device):
             raise PeagleError(f"attention is 'triton': it needs CUDA and the triton package, not {device}; use auto")
@@ -96,7 +115,7 @@ class LLM:
         self._rng = np.random.default_rng(config.seed)
         self._num_drafts = num_drafts
         dtype = target.model.embed_tokens.weight.dtype
-        if device.type == "cpu":
+        if pack and device.type == "cpu":
             for module in (target.model, drafter):
                 if module is not None:
                     pack_linears(module)
@@ -106,9 +125,18 @@ class LLM:
         draft_side = None
         if drafter is not None:
             c = drafter.config
+            _check_windows(c.windows, num_drafts)
             draft_side = DraftSide.of(
                 drafter,
-                PagedCache(c.num_layers, c.num_kv_heads, c.head_dim, slots_total, dtype=dtype, device=device),
+                PagedCache(
+                    c.num_layers,
+                    c.num_kv_heads,
+                    c.head_dim,
+                    slots_total,
+                    dtype=dtype,
+                    device=device,
+                    windows=c.windows,
+                ),
             )
         self._pool = BlockPool(blocks)
         max_blocks = -(-self.max_model_len // config.block_size)
@@ -271,3 +299,25 @@ class LLM:
             request.finish_reason = request.finish_reason or "abort"
         self._scheduler.drop_finished()
         self._scheduler.waiting.clear()
+
+
+def _check_windows(windows: Sequence[int | None], num_drafts: int) -> None:
+    """PeagleError when a row of a draft would not see all of its chain, as it did in training."""
+    narrow = [window for window in windows if window is not None and window <= num_drafts]
+    if narrow:
+        raise PeagleError(
+            f"num_speculative_tokens is {num_drafts}: the head's sliding window of {narrow[0]} positions allows at "
+            f"most {narrow[0] - 1}"
+        )
+
+
+def _check_kind(asked: SpeculativeConfig, head: DrafterConfig) -> None:
+    """Raise PeagleError when the speculative config asks for the other way to draft than the head's."""
+    way = "drafts all tokens in one pass" if head.parallel else "drafts one token a pass"
+    if asked.parallel_drafting is not None and asked.parallel_drafting != head.parallel:
+        raise PeagleError(
+            f"parallel_drafting is {str(asked.parallel_drafting).lower()}, but {asked.model} is a {head.kind} head, "
+            f"which {way}: set it to {str(head.parallel).lower()}, or leave it out"
+        )
+    if asked.method == "peagle" and not head.parallel:
+        raise PeagleError(f"method is 'peagle', but {asked.model} is a {head.kind} head, which {way}: use 'eagle3'")

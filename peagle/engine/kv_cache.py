@@ -1,5 +1,7 @@
 """Paged KV cache: target and drafter keep separate tensors but share blocks, so one block table serves both."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,11 +37,23 @@ class BlockPool:
 
 
 class PagedCache:
-    """Keys and values of one model's layers, each [layers, M, slots, D]; the last slot belongs to no block."""
+    """Keys and values of one model's layers, each [layers, M, slots, D]; the last slot belongs to no block.
+
+    `windows` are the layers' sliding windows; None where a row sees every key up to its own.
+    """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
+        self._windows = (None,) * layers if windows is None else tuple(windows)
         shape = (layers, kv_heads, num_slots + 1, head_dim)
         try:
             # Not zeroed: no slot is read before it is written, and untouched pages cost the host no memory.
@@ -62,6 +76,6 @@ class PagedCache:
         def attend(layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
             kv_write_ref(self.keys[layer], slots_R, k_RMD)
             kv_write_ref(self.values[layer], slots_R, v_RMD)
-            return paged_attention(q_RND, self.keys[layer], self.values[layer], limit_R, plan)
+            return paged_attention(q_RND, self.keys[layer], self.values[layer], limit_R, plan, self._windows[layer])
 
         return attend

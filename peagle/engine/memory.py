@@ -5,7 +5,7 @@ import os
 import torch
 
 from peagle.config import EngineConfig
-from peagle.drafters.p_eagle import DrafterConfig
+from peagle.drafters.eagle3 import DrafterConfig
 from peagle.engine.kv_cache import PagedCache
 from peagle.errors import PeagleError
 from peagle.models.spec import ModelSpec

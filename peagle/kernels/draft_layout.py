@@ -18,6 +18,7 @@ class DraftLayout:
 
     input_ids: Tensor  # [T'] token, mask id, or 0 on dead rows
     positions: Tensor  # [T'] RoPE position, 0 on dead rows
+    last_keys: Tensor  # [T'] the last key a row sees: its own; dead rows see what the last mask row sees
     is_rejected: Tensor  # [T'] dead rows
     is_masked: Tensor  # [T'] mask rows
     sample_rows: Tensor  # [B K] the bonus row and the mask rows of each request
@@ -79,6 +80,7 @@ def draft_layout_ref(
     return DraftLayout(
         input_ids=ids_R,
         positions=positions_R,
+        last_keys=first_B[request_R] + torch.minimum(offset_R, copied_R + k - 1),
         is_rejected=is_rejected_R,
         is_masked=is_masked_R,
         sample_rows=(bonus_B[:, None] + torch.arange(k, device=device)).flatten(),

@@ -1,9 +1,9 @@
 """Attention of new rows over a paged KV cache: causal by position, grouped-query, ragged over requests.
 
-A request's row r sees keys 0 .. limit[r]. Two forms of the same thing, chosen when the step's plan is made: a Triton
-kernel over tiles of rows (`paged_attention_triton.py`), and torch, its twin, which gathers each request's keys into a
-rectangle. Requests of similar size share one rectangle, so a step is a few batched matmuls a layer whatever the mix of
-prefill and decode.
+A request's row r sees keys 0 .. limit[r], or the last `window` of them. Two forms of the same thing, chosen when the
+step's plan is made: a Triton kernel over tiles of rows (`paged_attention_triton.py`), and torch, its twin, which
+gathers each request's keys into a rectangle. Requests of similar size share one rectangle, so a step is a few batched
+matmuls a layer whatever the mix of prefill and decode.
 """
 
 import os
@@ -82,15 +82,20 @@ def plan_attention(
 
 
 def paged_attention(
-    q_RND: Tensor, key_cache_MSD: Tensor, value_cache_MSD: Tensor, limit_R: Tensor, plan: AttentionPlan
+    q_RND: Tensor,
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    limit_R: Tensor,
+    plan: AttentionPlan,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D], in the form that `plan` was made for."""
     if isinstance(plan, RectanglePlan):
-        return paged_attention_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan)
+        return paged_attention_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window)
     # Imported late: triton is not installed everywhere.
     from peagle.kernels.paged_attention_triton import paged_attention_triton
 
-    return paged_attention_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan)
+    return paged_attention_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window)
 
 
 def _plan_tiles(
@@ -181,18 +186,29 @@ def _groups(query_lens: np.ndarray, key_lens: np.ndarray, max_scores: int) -> li
 
 
 def paged_attention_ref(
-    q_RND: Tensor, key_cache_MSD: Tensor, value_cache_MSD: Tensor, limit_R: Tensor, plan: RectanglePlan
+    q_RND: Tensor,
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    limit_R: Tensor,
+    plan: RectanglePlan,
+    window: int | None = None,
 ) -> Tensor:
     """The torch form of `paged_attention`; softmax in float32 or wider."""
     parts = [
-        _rectangle_attention(q_RND, key_cache_MSD, value_cache_MSD, limit_R, rectangle) for rectangle in plan.rectangles
+        _rectangle_attention(q_RND, key_cache_MSD, value_cache_MSD, limit_R, rectangle, window)
+        for rectangle in plan.rectangles
     ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out[plan.order_R]
 
 
 def _rectangle_attention(
-    q_RND: Tensor, key_cache_MSD: Tensor, value_cache_MSD: Tensor, limit_R: Tensor, rectangle: _Rectangle
+    q_RND: Tensor,
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    limit_R: Tensor,
+    rectangle: _Rectangle,
+    window: int | None,
 ) -> Tensor:
     (b, width), keys = rectangle.rows_bQ.shape, rectangle.slots_bS.shape[1]
     kv_heads, head_dim = key_cache_MSD.shape[0], key_cache_MSD.shape[2]
@@ -208,6 +224,8 @@ def _rectangle_attention(
     scores = q.reshape(kv_heads, b, width * groups, head_dim) @ k_MbSD.transpose(2, 3)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * head_dim**-0.5
     visible_bQS = rectangle.positions_S[None, None] <= limit_bQ[:, :, None]
+    if window is not None:
+        visible_bQS &= rectangle.positions_S[None, None] > limit_bQ[:, :, None] - window
     scores = scores.view(kv_heads, b, width, groups, keys).masked_fill(~visible_bQS[None, :, :, None], -torch.inf)
     probs = scores.softmax(dim=-1).to(v_MbSD.dtype).view(kv_heads, b, width * groups, keys)
     out = (probs @ v_MbSD).view(kv_heads, b, width, groups, head_dim)

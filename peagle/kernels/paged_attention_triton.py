@@ -32,6 +32,7 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(tiles_W3 + tile * 3)
@@ -40,16 +41,20 @@ def _attend_tile(
     t, d, s = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, KEYS)
     inside_T1 = (t < num_rows * GROUP)[:, None]
     row_T, head_T = (first_row + t // GROUP).to(tl.int64), kv_head * GROUP + t % GROUP
-    # A padding row sees key 0: no row is ever without a visible key, so no maximum below is -inf.
+    # A padding row sees key 0: no row is ever without a visible key; without a window no maximum below is -inf.
     limit_T = tl.load(limit_R + row_T, mask=t < num_rows * GROUP, other=0).to(tl.int32)
     last_key = tl.max(limit_T, axis=0)
+    first_key = 0
+    if WINDOW > 0:
+        limit_T = tl.where(t < num_rows * GROUP, limit_T, last_key)  # no padding row keeps the window from moving on
+        first_key = tl.maximum(tl.min(limit_T, axis=0) - (WINDOW - 1), 0) // BLOCK_SIZE * BLOCK_SIZE
     q = tl.load(q_RND + (row_T * q_row_stride + head_T * q_head_stride)[:, None] + d[None], mask=inside_T1, other=0.0)
     head_offset = kv_head.to(tl.int64) * cache_head_stride
 
     top_T = tl.full([TILE], -float("inf"), tl.float32)
     total_T = tl.zeros([TILE], tl.float32)
     out = tl.zeros([TILE, HEAD_DIM], tl.float32)
-    for start in range(0, last_key + 1, KEYS):
+    for start in range(first_key, last_key + 1, KEYS):
         position_S = start + s
         # Slots past the last visible key may hold NaN, which a zero weight would not remove: they are not read.
         written_S = position_S <= last_key
@@ -59,9 +64,14 @@ def _attend_tile(
         v = tl.load(values_MSD + at_SD, mask=written_S[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(position_S[None] <= limit_T[:, None], scores, -float("inf"))
+        if WINDOW > 0:
+            scores = tl.where(position_S[None] > limit_T[:, None] - WINDOW, scores, -float("inf"))
         new_top_T = tl.maximum(top_T, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top_T[:, None])
-        shrink_T = tl.exp2(top_T - new_top_T)
+        base_T = new_top_T
+        if WINDOW > 0:  # the windows of a tile's later rows may begin after these keys
+            base_T = tl.where(new_top_T == -float("inf"), 0.0, new_top_T)
+        weights = tl.exp2(scores - base_T[:, None])
+        shrink_T = tl.exp2(top_T - base_T)
         total_T = total_T * shrink_T + tl.sum(weights, axis=1)
         out = tl.dot(weights.to(v.dtype), v, out * shrink_T[:, None], input_precision="ieee")
         top_T = new_top_T
@@ -72,10 +82,16 @@ def _attend_tile(
 
 
 def paged_attention_triton(
-    q_RND: Tensor, key_cache_MSD: Tensor, value_cache_MSD: Tensor, limit_R: Tensor, plan: TilePlan
+    q_RND: Tensor,
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    limit_R: Tensor,
+    plan: TilePlan,
+    window: int | None = None,
 ) -> Tensor:
     """The Triton form of `paged_attention`. Each kv head of the caches is contiguous; softmax in float32.
 
+    Blocks that lie before the windows of all rows of a tile are not read.
     float32 inputs are multiplied in float32, never in TF32.
     """
     (rows, heads, head_dim), kv_heads = q_RND.shape, key_cache_MSD.shape[0]
@@ -101,6 +117,7 @@ def paged_attention_triton(
             BLOCK_SIZE=plan.block_size,
             TILE=plan.tile_size,
             KEYS=keys,
+            WINDOW=window or 0,
             num_warps=warps,
             num_stages=stages,
         )

@@ -12,11 +12,15 @@ from typing import Any, Literal
 from peagle.errors import PeagleError
 from peagle.models.layers import Llama3Scaling, RopeSpec
 
-Family = Literal["llama", "qwen2"]
+Family = Literal["llama", "qwen2", "other"]  # "other": only through transformers, to train for
 
 CAUSAL_LM_CLASS: dict[str, str] = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 MAX_SIZE = 2**31 - 1  # of any dimension or token id: beyond it, a file is damaged
 DEFAULT_ROPE_THETA = 10000.0  # what both families assume when the config is silent
+
+
+class UnsupportedTarget(PeagleError):
+    """A model that is no mistake of the user's, but nothing this engine computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +88,7 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
 def _family(config: Mapping[str, Any]) -> Family:
     family = config.get("model_type")
     if family not in ("llama", "qwen2"):
-        raise PeagleError(
+        raise UnsupportedTarget(
             f"model_type {family!r} is not supported: expected 'llama' or 'qwen2'; choose a target of these families"
         )
     architectures = _list(config, "architectures") or [CAUSAL_LM_CLASS[family]]
@@ -99,15 +103,15 @@ def _family(config: Mapping[str, Any]) -> Family:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise PeagleError(f"hidden_act {activation!r} is not supported: expected 'silu'; choose another target")
+        raise UnsupportedTarget(f"hidden_act {activation!r} is not supported: expected 'silu'; choose another target")
     if config.get("use_sliding_window") or "sliding_attention" in _list(config, "layer_types"):
-        raise PeagleError(
+        raise UnsupportedTarget(
             "use_sliding_window true is not supported: expected full attention in every layer; choose another target"
         )
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise PeagleError(
+        raise UnsupportedTarget(
             f"quantization_config with method {method!r} is not supported: expected float weights "
             "(bfloat16, float16, float32) or a .gguf file; use the unquantized model"
         )
@@ -128,12 +132,12 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_positions: in
     theta = rules.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA
     rope_type = rules.get("rope_type", rules.get("type", "default"))
     if rope_type not in ("default", "llama3"):
-        raise PeagleError(
+        raise UnsupportedTarget(
             f"rope type {rope_type!r} is not supported: expected 'default' or 'llama3'; choose another model"
         )
     partial = rules.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0 or any(isinstance(rule, Mapping) for rule in rules.values()):
-        raise PeagleError(
+        raise UnsupportedTarget(
             f"rope parameters {rules!r} (partial_rotary_factor {partial}) are not supported: expected one rule "
             "that rotates the whole head in every layer; choose another model"
         )

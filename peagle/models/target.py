@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Target:
-    """The model to be served. `name` is fit for a report: an alias, a Hub id, or the last part of a local path."""
+    """The model to be served. `name` is fit for a report: an alias, a Hub id, or the last part of a local path.
+
+    `native` is False for a model loaded through transformers, which can be trained for and not be served here.
+    """
 
     name: str
     path: Path
     spec: ModelSpec
     model: TargetModel
     tokenizer: "PreTrainedTokenizerFast"
+    native: bool = True
 
 
 def load_target(model: str, *, dtype: torch.dtype, device: torch.device, progress: bool = True) -> Target:
@@ -38,7 +42,7 @@ def load_target(model: str, *, dtype: torch.dtype, device: torch.device, progres
     spec = read_spec(path)
     tokenizer = load_tokenizer(path)
     weights = load_model(path, spec, dtype=dtype, device=device)
-    return Target(name=_display_name(model), path=path, spec=spec, model=weights, tokenizer=tokenizer)
+    return Target(name=display_name(model), path=path, spec=spec, model=weights, tokenizer=tokenizer)
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -60,6 +64,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _display_name(model: str) -> str:
+def display_name(model: str) -> str:
+    """MODEL in a form that is fit for a report."""
     path = Path(model).expanduser()
     return path.resolve().name if path.exists() else model

@@ -1,6 +1,6 @@
 """From documents to training steps: hold-out split, shuffled epochs, packing, COD draws, and a thread that runs ahead.
 
-Everything is a function of (seed, epoch, step): a resumed run sees the same batches as one that never stopped.
+Everything is a function of (seed, epoch, pack): a resumed run sees the same batches as one that never stopped.
 """
 
 import dataclasses
@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.errors import PeagleError
+from peagle.training.distributed import SINGLE, Ranks
 from peagle.training.features import FeatureIndex, FeatureSource
+from peagle.training.plan import Partition, Plan, PlanRule, plan_pack
 from peagle.training.rows import Packed, RowLayout, Rows, TokenDocument, draw_rows, pack_documents
 
 PREFETCHED = 4
-# The second word of a Philox key. COD draws use the step number, which stays below; other purposes count from here.
+# The second word of a Philox key. COD draws use the pack's number in the run, which stays below these.
 _SHUFFLE_KEYS = 1 << 62
 _HOLDOUT_KEY = 1 << 63
 _WORD = (1 << 64) - 1
@@ -32,22 +34,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One training step's input; shapes are static except `rows.live_L`."""
+    """One pack, ready to run; shapes are static except those of `plan`."""
 
     epoch: int
     index: int  # pack number within the epoch
     positions: int  # packed positions that are not padding
+    partition: Partition
     input_ids_P: Tensor
     labels_P: Tensor
     features: FeatureIndex
     rows: Rows
+    plan: Plan
+    totals: Tensor  # float32 [3]: the plan's weight, positions, charged rows
+    seen_R: NDArray[np.int64]  # on the host: keys that each real row sees, sliding windows aside, positions first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A place in the data order: the next pack is number `index` of `epoch`, for optimiser step `step` (0-based)."""
+    """A place in the data order: the next pack is number `index` of `epoch` and number `pack` of the run (0-based).
 
-    step: int = 0
+    An index past the end of the epoch counts on in the next one.
+    """
+
+    pack: int = 0
     epoch: int = 0
     index: int = 0
 
@@ -61,6 +70,8 @@ def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
     """A copy of a dataclass with `change` applied to every tensor inside it."""
     if isinstance(value, Tensor):
         return change(value)  # type: ignore[return-value]  # a Tensor in, a Tensor out
+    if isinstance(value, tuple):
+        return tuple(map_tensors(part, change) for part in value)  # type: ignore[return-value]  # likewise
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: map_tensors(getattr(value, field.name), change) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
@@ -109,36 +120,55 @@ def epoch_packs(
 
 
 def batches(
-    documents: Sequence[TokenDocument], layout: RowLayout, features: FeatureSource, seed: int, place: Place
+    documents: Sequence[TokenDocument],
+    layout: RowLayout,
+    rule: PlanRule,
+    features: FeatureSource,
+    seed: int,
+    place: Place,
+    ranks: Ranks = SINGLE,
 ) -> Iterator[Batch]:
-    """Endless batches from `place` on. Raises PeagleError when no document fits the layout."""
-    step, epoch, skip = place.step, place.epoch, place.index
+    """Endless batches from `place` on, of which each rank gets its share in turn.
+
+    Every rank packs the whole data and draws rows for its own packs only; the draws belong to the pack's number in the
+    run, so they do not depend on who makes them. Raises PeagleError when no document fits the layout.
+    """
+    pack, epoch, skip = place.pack, place.epoch, place.index
     while True:
         packs = 0
         for index, (packed, document_D) in enumerate(epoch_packs(documents, layout, seed, epoch)):
             packs += 1
             if index < skip:
                 continue
-            rows = draw_rows(packed, layout, generator(seed, step))
-            yield make_batch(packed, rows, features.index(packed, document_D), epoch=epoch, index=index)
-            step += 1
+            if (pack - place.pack) % ranks.world == ranks.rank:
+                rows = draw_rows(packed, layout, generator(seed, pack))
+                plan = plan_pack(rows, layout, rule)
+                yield make_batch(packed, rows, plan, rule, features.index(packed, document_D), epoch=epoch, index=index)
+            pack += 1
         if packs == 0:  # the next epoch would have none either
             raise PeagleError(
                 f"no document fits batch_positions {layout.positions} with a supervised position: raise it"
             )
-        epoch, skip = epoch + 1, 0
+        epoch, skip = epoch + 1, max(0, skip - packs)
 
 
-def make_batch(packed: Packed, rows: Rows, features: FeatureIndex, *, epoch: int, index: int) -> Batch:
-    """Bundle a pack, its rows and the place of its features."""
+def make_batch(
+    packed: Packed, rows: Rows, plan: Plan, rule: PlanRule, features: FeatureIndex, *, epoch: int, index: int
+) -> Batch:
+    """Bundle a pack, its rows and their plan, and the place of its features."""
+    positions = int(np.count_nonzero(packed.doc_P >= 0))
     return Batch(
         epoch=epoch,
         index=index,
-        positions=int(np.count_nonzero(packed.doc_P >= 0)),
+        positions=positions,
+        partition=rule.partition,
         input_ids_P=torch.from_numpy(packed.input_ids_P),
         labels_P=torch.from_numpy(packed.labels_P),
         features=features,
         rows=rows,
+        plan=plan,
+        totals=torch.tensor([plan.weight, positions, plan.charged_rows]),
+        seen_R=rows.position_R.numpy()[rows.doc_R.numpy() >= 0] + 1,
     )
 
 
@@ -173,6 +203,8 @@ class Prefetcher:
         return map_tensors(item, lambda tensor: tensor.to(self._device, non_blocking=True))
 
     def _work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # holds per thread; page-locking would open the first GPU as well
         try:
             for batch in self._source:
                 pinned = map_tensors(batch, Tensor.pin_memory) if self._device.type == "cuda" else batch

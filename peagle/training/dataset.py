@@ -1,6 +1,8 @@
 """Reading a prepared data set: whole shards through arrow into numpy, no Python per token."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,11 @@ def _check_mask(documents: Sequence[Document], folder: Path) -> None:
         )
     if supervised == tokens:
         raise PeagleError(f"{folder}: all {tokens} tokens are supervised, prompts must not be: prepare it again")
+
+
+def data_hash(manifest: Mapping[str, Any]) -> str:
+    """Identity of a data set: SHA-256 of its manifest."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def draft_token_counts(documents: Sequence[Document], vocab_size: int) -> npt.NDArray[np.int64]:

@@ -4,7 +4,7 @@ The real decode loop is the other half of an evaluation; it belongs to the engin
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from peagle.errors import PeagleError
 from peagle.training.batches import generator, make_batch, map_tensors
-from peagle.training.loss import DepthReport, DepthStatistics
 from peagle.training.objective import Objective
+from peagle.training.plan import PlanRule, plan_pack
 from peagle.training.rows import Packed, RowLayout, Rows, TokenDocument, draw_rows, pack_documents
+from peagle.training.statistics import DepthReport, DepthStatistics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,36 +33,41 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    objective: Objective, documents: Sequence[TokenDocument], first_number: int, layout: RowLayout, device: torch.device
+    objective: Objective,
+    documents: Sequence[TokenDocument],
+    first_number: int,
+    layout: RowLayout,
+    rule: PlanRule,
+    device: torch.device,
 ) -> Evaluation:
     """Evaluate on `documents`, at least one, numbers `first_number`... of the objective's feature source.
 
     Uses the training's static shapes: a pack then holds fewer documents, as each supervised position has all K rows.
     """
-    every_row = RowLayout(
-        positions=layout.positions, mask_rows=layout.mask_rows, num_depths=layout.num_depths, keep_ratio=1.0
-    )
+    every_row = replace(layout, keep_ratio=1.0, min_keep=0.0)
     statistics = DepthStatistics(torch.zeros(4, layout.num_depths, dtype=torch.int64, device=device))
-    losses, weights, rounds, emitted, seen, positions = [], [], 0, 0, 0, 0
+    loss_sum = weight = 0.0
+    rounds = emitted = seen = positions = 0
     for packed in pack_documents(documents, every_row):
         rows = draw_rows(packed, every_row, generator(0, 0))  # draws everything: the generator is not used
+        plan = plan_pack(rows, every_row, rule)
         index = objective.features.index(packed, packed.source_D + first_number)
-        batch = make_batch(packed, rows, index, epoch=0, index=0)
-        outcome = objective(map_tensors(batch, lambda tensor: tensor.to(device)))
+        batch = make_batch(packed, rows, plan, rule, index, epoch=0, index=0)
+        outcome = objective(map_tensors(batch, lambda tensor: tensor.to(device)), train=False)
         statistics = statistics + outcome.statistics
-        losses.append(outcome.loss.item())
-        weights.append(len(rows.live_L))
+        loss_sum += outcome.loss_sum.item()
+        weight += outcome.weight
         pack_rounds, pack_emitted = count_rounds(packed, accepted_drafts(rows, outcome.correct_R.cpu().numpy(), layout))
         rounds, emitted = rounds + pack_rounds, emitted + pack_emitted
         seen, positions = seen + len(packed.source_D), positions + batch.positions
-    if not losses:
+    if weight == 0.0:
         raise PeagleError(
             f"no held-out document fits batch_positions {layout.positions} with a supervised position: raise it"
         )
     return Evaluation(
         documents=seen,
         positions=positions,
-        loss=float(np.average(losses, weights=weights)),
+        loss=loss_sum / weight,
         depths=statistics.report(),
         acceptance_length=emitted / rounds,
     )

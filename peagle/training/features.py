@@ -2,13 +2,15 @@
 
 Online, the target runs over each pack's token stream at every step. Cached, it runs once over all documents, padded to
 a common length per forward: right padding under a causal mask changes nothing for the tokens before it and needs
-neither a mask tensor nor a compiled kernel.
+neither a mask tensor nor a compiled kernel, so that every length is free. The third kind, from files,
+is in stored_features.py.
 
-Shape suffixes: P packed positions, S stream tokens, T cached tokens, C concatenated taps, H target hidden size.
+Shape suffixes: P packed positions, S stream tokens, T cached tokens, F = C + H, C concatenated taps, H target hidden
+size, B documents of a block, L its padded length.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,12 +46,23 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureIndex:
+class RowIndex:
     """Where the packed positions find their features: rows of `stream`, or of the cache when that is None."""
 
     tap_P: Tensor
     target_P: Tensor
     stream: Stream | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackFeatures:
+    """The features themselves, for a source that gathers them on the host."""
+
+    taps_PC: Tensor
+    hidden_PH: Tensor
+
+
+FeatureIndex = RowIndex | PackFeatures
 
 
 class FeatureSource(Protocol):
@@ -70,18 +83,18 @@ class OnlineFeatures:
     def __init__(self, model: TargetModel, tap_ids: tuple[int, ...], backend: Backend) -> None:
         self.model, self.tap_ids, self.backend = model, tap_ids, backend
 
-    def index(self, packed: Packed, _document_D: NDArray[np.int64], /) -> FeatureIndex:
+    def index(self, packed: Packed, _document_D: NDArray[np.int64], /) -> RowIndex:
         """The pack's own stream."""
         arrays = (packed.stream_ids_S, packed.stream_positions_S, packed.stream_doc_S)
         stream = Stream(*(torch.from_numpy(array) for array in arrays))
-        return FeatureIndex(torch.from_numpy(packed.tap_index_P), torch.from_numpy(packed.target_index_P), stream)
+        return RowIndex(torch.from_numpy(packed.tap_index_P), torch.from_numpy(packed.target_index_P), stream)
 
     @torch.no_grad()
     def gather(self, index: FeatureIndex) -> tuple[Tensor, Tensor]:
         """One target forward, then two gathers."""
-        stream = index.stream
-        if stream is None:
+        if not isinstance(index, RowIndex) or index.stream is None:
             raise TypeError("an index into a cache cannot run the target: it has no stream")
+        stream = index.stream
         attend = causal_document_attend(stream.doc_S, self.backend)
         hidden_SH, taps_SC = self.model(stream.ids_S, stream.positions_S, attend, self.tap_ids)
         return taps_SC.index_select(0, index.tap_P), hidden_SH.index_select(0, index.target_P)
@@ -95,14 +108,16 @@ class CachedFeatures:
         self.taps_TC, self.hidden_TH = cache_TF[:, :feature_size], cache_TF[:, feature_size:]
         self.first_token_D = first_token_D
 
-    def index(self, packed: Packed, document_D: NDArray[np.int64], /) -> FeatureIndex:
+    def index(self, packed: Packed, document_D: NDArray[np.int64], /) -> RowIndex:
         """Offsets into the cache; padding reads its first rows."""
         first_D = self.first_token_D[document_D]
         tap_P = np.where(packed.doc_P >= 0, first_D[packed.doc_P] + packed.positions_P, 0)
-        return FeatureIndex(torch.from_numpy(tap_P), torch.from_numpy(tap_P + 1), None)
+        return RowIndex(torch.from_numpy(tap_P), torch.from_numpy(tap_P + 1), None)
 
     def gather(self, index: FeatureIndex) -> tuple[Tensor, Tensor]:
         """Two gathers."""
+        if not isinstance(index, RowIndex):
+            raise TypeError("features gathered on the host are no index into a cache")
         return self.taps_TC.index_select(0, index.tap_P), self.hidden_TH.index_select(0, index.target_P)
 
 
@@ -120,25 +135,40 @@ def fill_cache(
     columns = (TextColumn("target features"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("fill", total=shape[0])
-        for members in fill_batches(lengths):
-            ids_BL = _padded_block([documents[m] for m in members])
-            features_TF = _features(model, tap_ids, ids_BL.to(weight.device, non_blocking=True))
-            # Rows of the padded block and of the cache, of every real token of the batch.
-            within = np.concatenate([np.arange(n) for n in lengths[members]])
-            source = np.repeat(np.arange(len(members)) * ids_BL.shape[1], lengths[members]) + within
-            destination = np.repeat(first_token_D[members], lengths[members]) + within
-            real_TF = features_TF.index_select(0, torch.from_numpy(source).to(weight.device))
-            cache_TF.index_copy_(0, torch.from_numpy(destination).to(weight.device), real_TF)
-            progress.advance(task, len(within))
+        for rows, features_XF in document_features(model, tap_ids, documents):
+            cache_TF.index_copy_(0, rows.to(weight.device), features_XF)
+            progress.advance(task, len(rows))
     return CachedFeatures(cache_TF, feature_size, first_token_D)
 
 
-def fill_batches(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Documents longest first, cut where the padded size would pass FILL_TOKENS (one document may)."""
+def document_features(
+    model: TargetModel, tap_ids: tuple[int, ...], documents: Sequence[NDArray[np.int32]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features [X, C + H] of all documents (token ids, each at least 2), some documents at a time, longest first.
+
+    With them their rows, int64 [X] on the CPU: the place of each token in the documents laid end to end.
+    """
+    lengths = np.array([len(document) for document in documents], np.int64)
+    first_token_D = np.cumsum(lengths) - lengths
+    device = model.embed_tokens.weight.device
+    for members in fill_batches(lengths, FILL_TOKENS):
+        ids_BL = _padded_block([documents[m] for m in members])
+        within = np.concatenate([np.arange(n) for n in lengths[members]])
+        # Places of every real token in the padded block and in the documents laid end to end.
+        source = torch.from_numpy(np.repeat(np.arange(len(members)) * ids_BL.shape[1], lengths[members]) + within)
+        rows = torch.from_numpy(np.repeat(first_token_D[members], lengths[members]) + within)
+        positions_BL = torch.zeros_like(ids_BL)
+        positions_BL.view(-1)[source] = torch.from_numpy(within)  # 0 on padding, as `HFTargetModel` wants it
+        features_XF = _features(model, tap_ids, ids_BL.to(device), positions_BL.to(device))
+        yield rows, features_XF.index_select(0, source.to(device))
+
+
+def fill_batches(lengths: NDArray[np.int64], limit: int) -> list[NDArray[np.int64]]:
+    """Documents longest first, cut where the padded size would pass `limit` tokens (one document may)."""
     order = np.argsort(-lengths, kind="stable")
     batches, start = [], 0
     while start < len(order):
-        count = max(1, FILL_TOKENS // int(lengths[order[start]]))
+        count = max(1, limit // int(lengths[order[start]]))
         batches.append(order[start : start + count])
         start += count
     return batches
@@ -153,11 +183,10 @@ def _padded_block(documents: Sequence[NDArray[np.int32]]) -> Tensor:
 
 
 @torch.no_grad()
-def _features(model: TargetModel, tap_ids: tuple[int, ...], ids_BL: Tensor) -> Tensor:
+def _features(model: TargetModel, tap_ids: tuple[int, ...], ids_BL: Tensor, positions_BL: Tensor) -> Tensor:
     """Taps and hidden states side by side, [B * L, C + H], of right-padded documents."""
-    count, length = ids_BL.shape
-    positions = torch.arange(length, device=ids_BL.device).repeat(count)
-    hidden, taps = model(ids_BL.flatten(), positions, padded_causal_attend(count, length), tap_ids)
+    attend = padded_causal_attend(*ids_BL.shape)
+    hidden, taps = model(ids_BL.flatten(), positions_BL.flatten(), attend, tap_ids)
     return torch.cat((taps, hidden), dim=-1)
 
 

@@ -1,11 +1,9 @@
 """What a training run reports: running statistics on the device, OUT/train.jsonl, and a progress line."""
 
-import json
 import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,8 +12,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
 from peagle.training.evaluate import Evaluation
-from peagle.training.loss import DepthReport, DepthStatistics
-from peagle.training.shards import write_atomic
+from peagle.training.log_file import LogFile
+from peagle.training.loggers import Loggers
+from peagle.training.served import Served
+from peagle.training.statistics import DepthReport, DepthStatistics
 
 _GIB = 1024**3
 
@@ -25,14 +25,16 @@ class Running:
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
         self.depths_4K = torch.zeros(4, num_depths, dtype=torch.int64, device=device)
+        self.counts_2 = torch.zeros(2, dtype=torch.int64, device=device)  # of the run: positions, supervised rows
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.gradient_norm = torch.zeros((), dtype=torch.float64, device=device)
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=device)  # first step with a NaN or infinity
 
-    def add(self, step: int, loss: Tensor, gradient_norm: Tensor, statistics: DepthStatistics) -> None:
-        """Add one step (1-based number)."""
-        self.depths_4K += statistics.table_4K
+    def add(self, step: int, loss: Tensor, gradient_norm: Tensor, counters: Tensor) -> None:
+        """Add one step (1-based number). `counters`: positions, supervised rows and the table of depths, in one."""
+        self.counts_2 += counters[:2].long()
+        self.depths_4K += counters[2:].view_as(self.depths_4K).long()
         self.loss += loss.detach()
         self.gradient_norm += gradient_norm
         self.steps += 1
@@ -44,7 +46,7 @@ class Running:
         return dict(vars(self))
 
     def report(self) -> "StepReport":
-        """Read everything (waits for the device) and start over; `bad_step` stays."""
+        """Read everything (waits for the device) and start over; `bad_step` and the counts of the run stay."""
         loss, norm, steps, bad = torch.stack(
             (self.loss, self.gradient_norm, self.steps.double(), self.bad_step.double())
         ).tolist()
@@ -52,6 +54,11 @@ class Running:
         for tensor in (self.depths_4K, self.loss, self.gradient_norm, self.steps):
             tensor.zero_()
         return StepReport(int(steps), loss / max(1, steps), norm / max(1, steps), int(bad), depths)
+
+    def totals(self) -> tuple[int, int]:
+        """Positions and supervised rows of the run so far (waits for the device)."""
+        positions, rows = self.counts_2.tolist()
+        return positions, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,8 @@ class LogEntry:
     learning_rate_factor: float
     gradient_norm: float
     positions_per_second: float
+    rows_per_second: float
+    mfu: float | None
     data_wait_share: float
     memory_gib: float
 
@@ -96,18 +105,22 @@ class LogEntry:
         """The entry as one line for people."""
         return (
             f"step {self.step:,} · loss {self.loss:.4f} · accuracy {_shares(self.depth_accuracy)} · "
-            f"AL {self.acceptance_length:.2f} · {self.positions_per_second:,.0f} positions/s"
+            f"AL {self.acceptance_length:.2f} · {self.positions_per_second:,.0f} positions/s · "
+            f"{self.rows_per_second:,.0f} rows/s · {'' if self.mfu is None else f'MFU {self.mfu:.0%} · '}"
+            f"data wait {self.data_wait_share:.0%} · {self.memory_gib:.1f} GiB"
         )
 
 
 class Monitor:
     """Appends to the log file and shows progress: a live line on a terminal, a line per report elsewhere."""
 
-    def __init__(self, file: Path, console: Console, *, keep_to_step: int) -> None:
-        """Lines of an earlier part of the run beyond `keep_to_step` are dropped: those steps will run again."""
-        kept = _truncate(file, keep_to_step)
-        self._evaluated = {record["step"] for record in kept if "held_out" in record}
-        self._file, self._console = file, console
+    def __init__(self, log: LogFile, console: Console, loggers: Loggers | None = None) -> None:
+        """`loggers` are told whatever the log file is."""
+        # Steps whose evaluation the log holds: a resumed run may repeat one.
+        self._held_out, self._served = (
+            {record["step"] for record in log.kept if key in record} for key in ("held_out", "served")
+        )
+        self._log, self._console, self._loggers = log, console, loggers
         columns = (BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("starting", total=1.0)
@@ -118,24 +131,45 @@ class Monitor:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
+        if self._loggers is not None:
+            self._loggers.close()
+        self._log.flush()
+        if self._log.waiting:
+            self.note(f"{self._log.waiting} lines of {self._log.path} could not be written ({self._log.problem})")
+
+    @property
+    def log_waits(self) -> bool:
+        """Whether the disk does not take the log at the moment."""
+        return self._log.waiting > 0
 
     def step(self, entry: LogEntry, done: float) -> None:
         """Report training; `done` is the share of the run that lies behind, above 0."""
         self._append(entry.record())
         remaining = entry.seconds * (1.0 - done) / done
-        line = f"{entry.line()} · ETA {int(remaining // 60)}:{int(remaining % 60):02d}"
-        self._progress.update(self._task, completed=done, description=line)
+        eta = f"ETA {int(remaining // 60)}:{int(remaining % 60):02d}"
+        # A narrow terminal cuts the line at its end.
+        self._progress.update(self._task, completed=done, description=f"{eta} · {entry.line()}")
         if not self._console.is_terminal:
-            self.note(line)
+            self.note(f"{entry.line()} · {eta}")
 
     def held_out(self, step: int, evaluation: Evaluation) -> None:
         """Report an evaluation after `step`; the log keeps one per step, whatever had to run again."""
-        if step not in self._evaluated:
+        if step not in self._held_out:
             self._append({"step": step, "held_out": _rounded(asdict(evaluation))})
-            self._evaluated.add(step)
+            self._held_out.add(step)
         self.note(
             f"step {step:,} · held out: loss {evaluation.loss:.4f} · accuracy {_shares(evaluation.depths.accuracy)} · "
             f"chains {_shares(evaluation.depths.prefix_accuracy)} · AL {evaluation.acceptance_length:.2f}"
+        )
+
+    def served(self, step: int, served: Served) -> None:
+        """Report what decoding the held-out prompts after `step` accepted; one per step, like `held_out`."""
+        if step not in self._served:
+            self._append({"step": step, "served": _rounded(asdict(served))})
+            self._served.add(step)
+        self.note(
+            f"step {step:,} · decoded {served.prompts} prompts, K = {served.num_speculative_tokens}: "
+            f"AL {served.acceptance_length:.2f} · accepted {_shares(served.accepted_share_per_position)}"
         )
 
     def note(self, line: str) -> None:
@@ -143,27 +177,17 @@ class Monitor:
         self._console.print(line, soft_wrap=True, highlight=False)
 
     def _append(self, record: dict[str, Any]) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def _truncate(file: Path, keep_to_step: int) -> list[dict[str, Any]]:
-    """Drop the lines beyond a step, and torn ones, which a kill in the middle of a write leaves; returns the rest."""
-    if not file.exists():
-        return []
-    records = [_parsed(line) for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
-    kept = [record for record in records if record is not None and record["step"] <= keep_to_step]
-    write_atomic(file, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
-    return kept
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    """The record of a line, None when it is not a whole one."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+        waited = self.log_waits
+        self._log.append(record)
+        if self.log_waits and not waited:
+            self.note(
+                f"{self._log.path} cannot be written ({self._log.problem}): its lines wait in memory and training goes "
+                "on; free some space"
+            )
+        if waited and not self.log_waits:
+            self.note(f"{self._log.path} is written again, nothing is missing")
+        if self._loggers is not None:
+            self._loggers.log(record)
 
 
 def _shares(values: Sequence[float]) -> str:

@@ -5,9 +5,9 @@ Both keep float32 masters of parameters in a narrower dtype, so small updates ar
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.optim.adamw import adamw
 
 from peagle.errors import PeagleError
 from peagle.models.layers import MergedLinear
+
+if TYPE_CHECKING:
+    from peagle.training.sharding import OwnRows
 
 OptimizerKind = Literal["muon", "adamw"]
 
@@ -55,11 +58,22 @@ def newton_schulz(matrices_BXY: Tensor) -> Tensor:
 class MasterOptimizer(torch.optim.Optimizer):
     """One group of parameters; those narrower than float32 get a float32 master, kept in the state as "master".
 
-    State tensors appear at a parameter's first step and round-trip through state_dict without loss.
+    State tensors appear at a parameter's first step and round-trip through state_dict without loss. Of a sharded
+    drafter the parameters are this rank's rows, and `own` says which; so are the state tensors.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], lr: float, own: "Sequence[OwnRows] | None" = None) -> None:
         super().__init__(list(parameters), {"lr": lr, "peak_lr": lr})
+        self.own = own
+        device = self.parameters[0].device
+        # On a GPU the rate is a tensor, so that a captured step reads the one of its time.
+        self.rate_tensor = torch.tensor(lr, device=device) if device.type == "cuda" else None
+
+    @property
+    def rate(self) -> float | Tensor:
+        """The rate of the next step."""
+        rate: float = self.param_groups[0]["lr"]
+        return rate if self.rate_tensor is None else self.rate_tensor
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -74,6 +88,14 @@ class MasterOptimizer(torch.optim.Optimizer):
         for index, state in state_dict["state"].items():
             parameter = self.parameters[index]
             self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in state.items()}
+
+    def whole(self, index: int, state: Tensor) -> Tensor:
+        """All of a state tensor of parameter number `index`; all ranks must call it."""
+        return state if self.own is None or state.ndim == 0 else self.own[index].gather(state).cpu()
+
+    def part(self, index: int, whole: Tensor) -> Tensor:
+        """Inverse of `whole`."""
+        return whole if self.own is None or whole.ndim == 0 else self.own[index].take(whole)
 
     def state_tensors(self, name: str, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """The state tensor `name` of each parameter: zeros of the master's kind at first."""
@@ -116,16 +138,34 @@ class _Piece:
         part = tensors[self.index][self.start : self.stop]
         return part.mT if self.flip else part
 
+    def rows(self, tensor: Tensor, first: int) -> Tensor:
+        """What of the piece lies in `tensor`, rows [first, first + len(tensor)) of the parameter; may be empty."""
+        return tensor[max(self.start - first, 0) : max(self.stop - first, 0)]
+
+    def update_for(self, rows: Tensor, first: int, update_XY: Tensor) -> Tensor:
+        """The part of the piece's update that belongs to the result of `rows`."""
+        update = update_XY.mT if self.flip else update_XY
+        skipped = max(first - self.start, 0)
+        return update[skipped : skipped + len(rows)]
+
 
 class Muon(MasterOptimizer):
     """Momentum, then the nearest orthogonal matrix, as the update of every projection.
 
-    Matrices of one shape are orthogonalised together. A merged projection counts as its separate parts.
+    Matrices of one shape are orthogonalised together. A merged projection counts as its separate parts. Of sharded
+    parameters every rank gathers the whole matrices, computes the same updates and applies its own rows of them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], splits: Sequence[tuple[int, ...]], lr: float) -> None:
-        """`splits[i]` are the row counts of the projections merged into `parameters[i]`."""
-        super().__init__(parameters, lr)
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        splits: Sequence[tuple[int, ...]],
+        lr: float,
+        own: "Sequence[OwnRows] | None" = None,
+    ) -> None:
+        """`splits[i]` are the row counts of the projections merged into `parameters[i]`, all ranks' rows together."""
+        super().__init__(parameters, lr, own)
+        self._first = [0] * len(parameters) if own is None else [rows.first for rows in own]
         groups: dict[tuple[int, int], list[_Piece]] = defaultdict(list)
         for index, (parameter, sizes) in enumerate(zip(parameters, splits, strict=True)):
             columns = parameter.shape[1]
@@ -143,11 +183,16 @@ class Muon(MasterOptimizer):
         gradients = _gradients(parameters)
         torch._foreach_mul_(momentum, MOMENTUM)
         torch._foreach_add_(momentum, gradients)
-        ahead = torch._foreach_add(gradients, momentum, alpha=MOMENTUM)  # Nesterov
+        ahead = list(torch._foreach_add(gradients, momentum, alpha=MOMENTUM))  # Nesterov
+        if self.own is not None:
+            ahead = [rows.gather(local) for rows, local in zip(self.own, ahead)]
         for (_, longer), pieces in self._groups.items():
             update_BXY = newton_schulz(torch.stack([piece.of(ahead) for piece in pieces]))
-            rate = self.param_groups[0]["lr"] * UPDATE_SCALE * math.sqrt(longer)
-            torch._foreach_add_([piece.of(masters) for piece in pieces], list(update_BXY.unbind()), alpha=-rate)
+            update_BXY *= self.rate * (-UPDATE_SCALE * math.sqrt(longer))
+            first = [self._first[piece.index] for piece in pieces]
+            rows = [piece.rows(masters[piece.index], start) for piece, start in zip(pieces, first)]
+            updates = [p.update_for(r, f, u) for p, r, f, u in zip(pieces, rows, first, update_BXY)]
+            torch._foreach_add_(rows, updates)
         self.write_back(parameters, masters)
 
 
@@ -172,7 +217,7 @@ class AdamW(MasterOptimizer):
             amsgrad=False,
             beta1=ADAMW_BETAS[0],
             beta2=ADAMW_BETAS[1],
-            lr=self.param_groups[0]["lr"],
+            lr=self.rate,
             weight_decay=0.0,
             eps=ADAMW_EPS,
             maximize=False,
@@ -186,34 +231,55 @@ class AdamW(MasterOptimizer):
         return [self.state[parameter]["step"] for parameter in parameters]
 
 
-def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:
+def set_learning_rate(optimizers: Iterable[MasterOptimizer], factor: float) -> None:
     """Set every rate to `factor` times the peak rate it was built with."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
+        if optimizer.rate_tensor is not None:
+            optimizer.rate_tensor.fill_(optimizer.param_groups[0]["lr"])
 
 
-def build_optimizers(drafter: nn.Module, lr_muon: float, lr_adamw: float, kind: OptimizerKind) -> list[MasterOptimizer]:
+def build_optimizers(
+    drafter: nn.Module,
+    lr_muon: float,
+    lr_adamw: float,
+    kind: OptimizerKind,
+    own: "Mapping[str, OwnRows] | None" = None,
+) -> list[MasterOptimizer]:
     """Optimisers for the parameters of a drafter that require gradients; build them on the final device.
 
-    "muon": matrices other than token tables go to Muon, the rest to AdamW. "adamw": everything goes to AdamW.
+    "muon": matrices other than token tables go to Muon, the rest to AdamW. "adamw": everything goes to AdamW. `own`
+    are this rank's rows of the trained parameters, by name, when the drafter is sharded.
     """
     if kind not in ("muon", "adamw"):
         raise PeagleError(f"optimiser {kind!r}: expected 'muon' or 'adamw'")
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in drafter.named_parameters():
-        if parameter.requires_grad:
-            to_muon = kind == "muon" and parameter.ndim == 2 and not name.endswith(EMBEDDING_LIKE)
-            (matrices if to_muon else others).append(parameter)
+    matrices: list[str] = []
+    others: list[str] = []
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        to_muon = kind == "muon" and parameter.ndim == 2 and not name.endswith(EMBEDDING_LIKE)
+        (matrices if to_muon else others).append(name)
     merged = _merged_splits(drafter.modules())
-    splits = [merged.get(id(parameter), (parameter.shape[0],)) for parameter in matrices]
+    splits = [merged.get(id(trained[name]), (trained[name].shape[0],)) for name in matrices]
     optimizers: list[MasterOptimizer] = []
     if matrices:
-        optimizers.append(Muon(matrices, splits, lr_muon))
+        parameters, rows = _kept(matrices, trained, own)
+        optimizers.append(Muon(parameters, splits, lr_muon, rows))
     if others:
-        optimizers.append(AdamW(others, lr_adamw))
+        parameters, rows = _kept(others, trained, own)
+        optimizers.append(AdamW(parameters, lr_adamw, rows))
     return optimizers
+
+
+def _kept(
+    names: Sequence[str], trained: Mapping[str, nn.Parameter], own: "Mapping[str, OwnRows] | None"
+) -> "tuple[list[nn.Parameter], list[OwnRows] | None]":
+    """What this rank keeps of the named parameters: all of them, or its rows."""
+    if own is None:
+        return [trained[name] for name in names], None
+    rows = [own[name] for name in names]
+    return [part.local for part in rows], rows
 
 
 def _merged_splits(modules: Iterable[nn.Module]) -> dict[int, tuple[int, ...]]:

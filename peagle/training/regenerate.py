@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peagle.bench.datasets import read_prompts
 from peagle.config import EngineConfig, PrepareConfig
 from peagle.errors import PeagleError
+from peagle.models.fingerprint import weights_fingerprint
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
 from peagle.models.tokenizer import load_tokenizer
@@ -30,13 +31,14 @@ from peagle.training.shards import (
     ShardRecord,
     ShardRow,
     read_manifest,
+    remove_stale,
     shard_name,
     shard_records,
     write_error,
     write_manifest,
     write_shard,
 )
-from peagle.training.show import print_document
+from peagle.training.show import print_document, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -91,10 +93,10 @@ def prepare(
     open_data_set(out, manifest)
     kept = len(manifest.shards)
     if kept == len(shards):
-        _say(console, f"{out} is complete already ({kept} shards): nothing to do")
+        say(console, f"{out} is complete already ({kept} shards): nothing to do")
         return _result(out, manifest, kept)
     if kept:
-        _say(console, f"Resuming {out}: {kept} of {len(shards)} shards are there")
+        say(console, f"Resuming {out}: {kept} of {len(shards)} shards are there")
     llm = load_engine(model, config, prompt_limit + config.max_tokens)
     _regenerate_missing(llm, shards, prompt_limit, out, manifest, console)
     result = _result(out, manifest, kept)
@@ -175,6 +177,7 @@ def _settings(
     return {
         "model": model,
         "target_config_sha256": file_sha256(path / "config.json"),
+        "target_weights_fingerprint": weights_fingerprint(path),
         "tokenizer_sha256": file_sha256(path / "tokenizer.json"),
         "chat_template_sha256": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         "prompts_sha256": [file_sha256(file) for file in files],
@@ -224,6 +227,7 @@ def open_data_set(out: Path, manifest: Manifest) -> None:
             return
         out.mkdir(parents=True, exist_ok=True)
         lock_output(out)
+        remove_stale(out)
     except OSError as error:
         raise write_error(out, error) from error
     write_manifest(out, manifest)
@@ -284,7 +288,7 @@ class _Meter:
     def shard_done(self, record: ShardRecord, num_shards: int) -> None:
         """Say so where no bar is shown."""
         if self.progress.disable:
-            _say(
+            say(
                 self.console,
                 f"shard {record.index + 1} of {num_shards}: {record.documents} documents, {record.tokens} tokens",
             )
@@ -306,7 +310,7 @@ def _regenerate_missing(
                 meter.shard_done(record, len(shards))
     except KeyboardInterrupt:
         done = len(manifest.shards)
-        _say(console, f"Stopped: {done} of {len(shards)} shards are in {out}. Run the same command again to go on.")
+        say(console, f"Stopped: {done} of {len(shards)} shards are in {out}. Run the same command again to go on.")
         raise
 
 
@@ -391,18 +395,14 @@ def _result(out: Path, manifest: Manifest, kept: int) -> PrepareResult:
 
 def _report(result: PrepareResult, tokenizer: "PreTrainedTokenizerFast", console: Console) -> None:
     share = result.supervised_tokens / result.tokens
-    _say(
+    say(
         console,
         f"{result.out}: {result.documents:,} documents, {result.tokens:,} tokens, {share:.0%} of them supervised",
     )
     for reason, count in result.skipped.items():
-        _say(console, f"left out, {reason}: {count:,}")
+        say(console, f"left out, {reason}: {count:,}")
     for index in range(result.shards):
         documents = read_shard(result.out / shard_name(index))
         if documents:
             print_document(console, tokenizer, documents[0])
             return
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Which rows a training step sees: documents packed into positions, mask rows drawn by conditional drop-token (COD).
 
 Shape suffixes: P packed positions (= depth-0 rows), M mask rows (depth >= 1), R = P + M rows, S target stream tokens,
-L live (supervised) rows, D documents of one pack.
+D documents of one pack.
 
 Alignment. A document of tokens x_0..x_{L-1} gives n = L - 2 positions. Position i is the pair (token x_{i+1}, taps of
 token i), sits at RoPE position i, is supervised iff token x_{i+1} is, and learns to predict x_{i+2}: its hard label is
@@ -10,7 +10,10 @@ a + d.
 
 Static shapes. Every pack has exactly P positions, every step exactly M mask rows and every target stream exactly S
 tokens, so compiled kernels see one shape. A padding position has doc -1 and token 0; a padding mask row has anchor -1,
-depth 0 and doc -1. Nothing attends to padding, padding attends only to itself, and it never carries loss weight.
+depth 0 and doc -1. Nothing attends to padding, padding attends to nothing, and it never carries loss weight.
+
+Chunks. Mask rows lie in chunks of `chunk_rows`, each holding whole chains and then padding, so that a chunk can be run
+by itself. One chunk of M rows is the rule unless the partition asks for smaller ones.
 """
 
 import math
@@ -73,8 +76,13 @@ class RowLayout:
     num_depths: int
     keep_ratio: float = 0.8
     min_keep: float = 0.0
+    chunk_rows: int | None = None  # None: one chunk
 
     def __post_init__(self) -> None:
+        if self.chunk_rows is not None and self.chunk_rows < self.longest_chain:
+            raise PeagleError(
+                f"chunk_rows is {self.chunk_rows}: a chunk must hold a whole chain, at least {self.longest_chain} rows"
+            )
         if self.positions < 1 or self.mask_rows < 0 or self.num_depths < 1:
             raise PeagleError(
                 f"row layout of {self.positions} positions, {self.mask_rows} mask rows and {self.num_depths} depths: "
@@ -87,6 +95,23 @@ class RowLayout:
             )
         if self.max_supervised < 1:
             raise PeagleError(f"{self.mask_rows} mask rows do not fit one supervised position: raise the number")
+
+    @property
+    def longest_chain(self) -> int:
+        """Mask rows of the longest chain."""
+        return max(1, self.num_depths - 1)
+
+    @property
+    def chunk_size(self) -> int:
+        """Mask rows of one chunk, padding included."""
+        return self.mask_rows if self.chunk_rows is None else min(self.chunk_rows, self.mask_rows)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that hold `mask_rows` mask rows however the chains fall: each may end short of one whole chain."""
+        if self.chunk_size == self.mask_rows:
+            return 1
+        return -(-self.mask_rows // (self.chunk_size - self.longest_chain + 1))
 
     @property
     def stream_tokens(self) -> int:
@@ -127,7 +152,7 @@ class Packed:
 class Rows:
     """The R = P + M rows of one step as tensors: first every packed position in order (depth 0), then the mask rows.
 
-    Mask rows are ordered by (anchor, depth), so a chain lies within one or two attention blocks. int64 unless said.
+    Mask rows are ordered by (anchor, depth), chunk by chunk. int64 unless said.
     """
 
     anchor_R: Tensor  # packed position; -1 for padding mask rows
@@ -136,7 +161,6 @@ class Rows:
     position_R: Tensor  # RoPE position: position of the anchor within its document + depth
     target_R: Tensor  # packed position whose label and target distribution the row learns (anchor + depth; 0 padding)
     supervised_R: Tensor  # bool
-    live_L: Tensor  # indices of the supervised rows: the only rows that need the head (L varies from step to step)
 
 
 def sample_rows(
@@ -173,30 +197,43 @@ def sample_rows(
     return np.concatenate(anchors), np.concatenate(depths)
 
 
-def build_rows(packed: Packed, anchor: IntArray, depth: IntArray, mask_rows: int) -> Rows:
-    """Rows of a pack from its mask rows (any order), padded to `mask_rows`. Raises PeagleError if they do not fit."""
-    if len(anchor) > mask_rows:
-        raise PeagleError(f"{len(anchor)} mask rows drawn, capacity {mask_rows}: raise the mask row capacity")
+def build_rows(packed: Packed, anchor: IntArray, depth: IntArray, layout: RowLayout) -> Rows:
+    """Rows of a pack from its mask rows (any order, whole chains). Raises PeagleError if they do not fit."""
+    if len(anchor) > layout.mask_rows:
+        raise PeagleError(f"{len(anchor)} mask rows drawn, capacity {layout.mask_rows}: raise the mask row capacity")
     order = np.lexsort((depth, anchor))
     positions = len(packed.doc_P)
-    anchor_R = np.full(positions + mask_rows, -1, np.int64)
-    depth_R = np.zeros(positions + mask_rows, np.int64)
+    place_M = positions + place_chains(anchor[order], layout)
+    anchor_R = np.full(positions + layout.chunks * layout.chunk_size, -1, np.int64)
+    depth_R = np.zeros(len(anchor_R), np.int64)
     anchor_R[:positions] = np.arange(positions)
-    anchor_R[positions : positions + len(anchor)] = anchor[order]
-    depth_R[positions : positions + len(anchor)] = depth[order]
+    anchor_R[place_M] = anchor[order]
+    depth_R[place_M] = depth[order]
     real_R = anchor_R >= 0
     target_R = np.where(real_R, anchor_R + depth_R, 0)
-    supervised_R = packed.supervised_P[target_R] & real_R
     arrays = {
         "anchor_R": anchor_R,
         "depth_R": depth_R,
         "doc_R": np.where(real_R, packed.doc_P[target_R], -1),
         "position_R": np.where(real_R, packed.positions_P[anchor_R] + depth_R, 0),
         "target_R": target_R,
-        "supervised_R": supervised_R,
-        "live_L": np.flatnonzero(supervised_R),
+        "supervised_R": packed.supervised_P[target_R] & real_R,
     }
     return Rows(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def place_chains(anchor_M: IntArray, layout: RowLayout) -> IntArray:
+    """Where each mask row goes, [M]: chains (runs of one anchor) in order, none across the edge of a chunk."""
+    start_M = np.flatnonzero(np.diff(anchor_M, prepend=-1))  # first row of each chain
+    end_M = np.append(start_M[1:], len(anchor_M))
+    place_M = np.arange(len(anchor_M))
+    first = chunk = 0  # chain and chunk
+    while first < len(start_M):
+        stop = int(np.searchsorted(end_M, start_M[first] + layout.chunk_size, side="right"))
+        rows = slice(start_M[first], end_M[stop - 1])
+        place_M[rows] += chunk * layout.chunk_size - start_M[first]
+        first, chunk = stop, chunk + 1
+    return place_M
 
 
 def draw_rows(packed: Packed, layout: RowLayout, rng: np.random.Generator) -> Rows:
@@ -209,7 +246,7 @@ def draw_rows(packed: Packed, layout: RowLayout, rng: np.random.Generator) -> Ro
         min_keep=layout.min_keep,
         rng=rng,
     )
-    return build_rows(packed, anchor, depth, layout.mask_rows)
+    return build_rows(packed, anchor, depth, layout)
 
 
 def pack_documents(documents: Iterable[TokenDocument], layout: RowLayout) -> Iterator[Packed]:
@@ -220,7 +257,7 @@ def pack_documents(documents: Iterable[TokenDocument], layout: RowLayout) -> Ite
     """
     open_pack = _OpenPack(layout)
     for source, document in enumerate(documents):
-        length = _fitting_positions(document, layout)
+        length = fitting_positions(document, layout)
         if length == 0:
             continue
         if not open_pack.fits(document, length):
@@ -231,7 +268,7 @@ def pack_documents(documents: Iterable[TokenDocument], layout: RowLayout) -> Ite
         yield open_pack.close()
 
 
-def _fitting_positions(document: TokenDocument, layout: RowLayout) -> int:
+def fitting_positions(document: TokenDocument, layout: RowLayout) -> int:
     """Positions of a document that fit an empty pack; 0 when none of them is supervised."""
     length = min(len(document.input_ids) - 2, layout.positions)
     if length < 1:

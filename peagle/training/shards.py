@@ -7,6 +7,8 @@ crash at any moment therefore leaves either a finished shard or nothing. docs/da
 import errno
 import json
 import os
+import re
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ from peagle.training.conversations import Conversation, RenderedDocument
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
+# Names of files and folders on their way: `write_atomic`'s, a head's, a checkpoint's.
+_UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.(tmp|new)")
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -194,6 +198,16 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
         if isinstance(error, OSError):
             raise write_error(path, error) from error
         raise
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what writes that were killed left in `folder`; nobody may be writing there now."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if _UNFINISHED.fullmatch(entry.name):
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 def write_error(path: Path, error: OSError) -> PeagleError:

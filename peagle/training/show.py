@@ -1,4 +1,4 @@
-"""One training document on the terminal, supervised tokens in colour: a wrong loss mask is seen at once."""
+"""What `prepare` and `extract` print: lines as they stand, and one document with its supervised tokens in colour."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -13,10 +13,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+def say(console: Console, text: str) -> None:
+    """Print one line as it stands: no markup, no colours, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_document(
     console: Console, tokenizer: "PreTrainedTokenizerFast", document: Document, *, max_tokens: int = 400
 ) -> None:
-    """Print the document's first `max_tokens` tokens, special tokens spelled out.
+    """Print the document's first `max_tokens` tokens, special tokens spelled out: a wrong loss mask is seen at once.
 
     Supervised text is green; where the console has no colours it stands between ⟦ and ⟧.
     """

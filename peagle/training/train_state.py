@@ -1,8 +1,8 @@
 """Checkpoints of a training run: safetensors and JSON, written whole or not at all.
 
-OUT/checkpoint/ holds model.safetensors (all parameters of the drafter), optimizer.safetensors (moments and running
-statistics) and state.json. COD draws and the data order are functions of (seed, epoch, step), so the place in the data
-is all the random state there is.
+OUT/checkpoint/ holds model.safetensors (all parameters of the drafter), optimizer.safetensors (moments, running
+statistics, averaged weights) and state.json; OUT/checkpoint-STEP/ are earlier ones that are kept. COD draws and the
+data order are functions of (seed, epoch, step), so the place in the data is all the random state there is.
 """
 
 import json
@@ -14,29 +14,41 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from peagle.config import TrainConfig
 from peagle.drafters.storage import refuse_foreign
 from peagle.errors import PeagleError
 from peagle.training.batches import Batch, Place
+from peagle.training.ema import WeightAverage
 from peagle.training.lock import lock_output
 from peagle.training.monitor import Running
-from peagle.training.shards import write_atomic
+from peagle.training.optim import MasterOptimizer
+from peagle.training.placement import Placement
+from peagle.training.shards import remove_stale, write_atomic
 
-# Settings that change neither what a run computes nor in which order: free to differ on resume.
-OPERATIONAL_KEYS = frozenset({"log_interval", "save_interval", "cache_features", "compact", "int8"})
+# Settings that, rounding aside, change neither what a run computes nor in which order: free to differ on resume.
+OPERATIONAL_KEYS = frozenset(
+    {"log_interval", "save_interval", "keep", "logger", "parallel", "compact", "int8", "cache_features", "features"}
+    | {"partition", "segments", "chunk_rows", "checkpoint_activations", "loss_chunk"}
+    | {"eval_interval", "serve_tokens", "serve_k", "graphs"}
+)
 Recipe = dict[str, Any]
+
+
+class CheckpointNotWritten(PeagleError):
+    """The disk did not take a checkpoint. The one before it is whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where a run stands: steps done, the next pack, totals, and seconds of training in all parts of the run."""
+    """Where a run stands: steps and packs done, the next pack, totals, and seconds of training in all parts of the
+    run."""
 
     step: int = 0
+    pack: int = 0
     epoch: int = 0
     index: int = 0
     positions: int = 0
@@ -47,18 +59,14 @@ class RunState:
     @property
     def place(self) -> Place:
         """The next pack."""
-        return Place(step=self.step, epoch=self.epoch, index=self.index)
+        return Place(pack=self.pack, epoch=self.epoch, index=self.index)
 
-    def after(self, batch: Batch) -> "RunState":
-        """The state once `batch` is trained on; an index past the end of the epoch means the start of the next one."""
-        return replace(
-            self,
-            step=self.step + 1,
-            epoch=batch.epoch,
-            index=batch.index + 1,
-            positions=self.positions + batch.positions,
-            rows=self.rows + len(batch.rows.live_L),
-        )
+    def after(self, batch: Batch, ranks: int = 1) -> "RunState":
+        """The state once each of the `ranks` has trained on a pack, the first of them on `batch`.
+
+        An index past the end of the epoch counts on in the next one.
+        """
+        return replace(self, pack=self.pack + ranks, epoch=batch.epoch, index=batch.index + ranks)
 
 
 def make_recipe(config: TrainConfig, base_model: str, data_hash: str) -> Recipe:
@@ -77,7 +85,7 @@ def check_same_recipe(recipe: Recipe, saved: Recipe, out: Path) -> None:
 
 
 def prepare_output(out: Path) -> None:
-    """Make sure that OUT can be written, by this process alone, and that OUT/head may be. Raises PeagleError."""
+    """Make sure that OUT can be written, by this process alone, and that the heads in it may be. Raises PeagleError."""
     probe = out / ".writable"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -86,44 +94,69 @@ def prepare_output(out: Path) -> None:
         lock_output(out)
     except OSError as error:
         raise PeagleError(f"output directory {out} cannot be written ({error.strerror}): choose another one") from None
-    refuse_foreign(out / "head")
-    for stale in out.glob("checkpoint.*.new"):  # of a run that was killed while it saved
-        shutil.rmtree(stale, ignore_errors=True)
+    for name in ("head", "best"):
+        refuse_foreign(out / name)
+    for folder in (out, out / "checkpoint"):
+        remove_stale(folder)
 
 
 def find_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint of OUT, or None. A kill between the two renames of a save leaves only the old one."""
-    candidates = (out / "checkpoint", out / "checkpoint.old")
+    """The newest whole checkpoint of OUT, or None. A kill between the two renames of a save leaves only older ones."""
+    candidates = (out / "checkpoint", out / "checkpoint.old", *_numbered(out))
     return next((directory for directory in candidates if (directory / "state.json").is_file()), None)
+
+
+def _numbered(out: Path) -> list[Path]:
+    """The earlier checkpoints OUT/checkpoint-STEP, newest first."""
+    found = [path for path in out.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-")))
 
 
 def save_checkpoint(
     out: Path,
-    drafter: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
+    placement: Placement,
+    optimizers: Sequence[MasterOptimizer],
     running: Running,
     state: RunState,
     recipe: Recipe,
+    *,
+    average: WeightAverage | None = None,
+    keep: int = 1,
 ) -> None:
-    """Write beside the old checkpoint, then swap by renaming: at any moment one of the two is whole."""
+    """Write beside the old checkpoint, then swap by renaming: at any moment one of the two is whole.
+
+    `keep` is how many checkpoints are left afterwards, the new one included. All ranks must call this, to hand in
+    what they hold; rank 0 writes it, as whole tensors that any number of ranks can resume from.
+    """
+    tensors = _extras(placement, running, average) | _moments(optimizers)
+    model = placement.state()
+    if not placement.ranks.is_main:
+        return
     current, old = out / "checkpoint", out / "checkpoint.old"
     new = out / f"checkpoint.{uuid.uuid4().hex[:8]}.new"
-    tensors = {f"running.{name}": tensor for name, tensor in running.state().items()} | _moments(optimizers)
     try:
         new.mkdir()
-        save_file(_storable(drafter.state_dict()), new / "model.safetensors")
+        save_file(_storable(model), new / "model.safetensors")
         save_file(_storable(tensors), new / "optimizer.safetensors")
         write_state(new, state, recipe)
         if current.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(current, old)
+            aside = _aside(current, state) if keep > 1 else old
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(current, aside)
         os.replace(new, current)
-        shutil.rmtree(old, ignore_errors=True)
+        for surplus in (old, *_numbered(out)[keep - 1 :]):
+            shutil.rmtree(surplus, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
-        raise PeagleError(
+        raise CheckpointNotWritten(
             f"checkpoint {current} cannot be written ({error}): free some space and run the same command to resume"
         ) from None
+
+
+def _aside(current: Path, state: RunState) -> Path:
+    """Where the checkpoint `current` goes when one of `state` takes its place: kept, if it is of another step."""
+    step = read_state(current)[0].step
+    return current.with_name("checkpoint.old" if step == state.step else f"checkpoint-{step}")
 
 
 def write_state(directory: Path, state: RunState, recipe: Recipe) -> None:
@@ -142,14 +175,20 @@ def read_state(directory: Path) -> tuple[RunState, Recipe]:
 
 
 def load_checkpoint(
-    directory: Path, drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer], running: Running
+    directory: Path,
+    placement: Placement,
+    optimizers: Sequence[MasterOptimizer],
+    running: Running,
+    average: WeightAverage | None = None,
 ) -> None:
-    """Restore parameters, optimiser state and running statistics in place. Raises PeagleError for a damaged one."""
+    """Restore parameters, optimiser state, statistics and averages in place. Raises PeagleError for a damaged one."""
     try:
-        drafter.load_state_dict(load_file(directory / "model.safetensors"))
+        placement.load(load_file(directory / "model.safetensors"))
         tensors = load_file(directory / "optimizer.safetensors")
         for name, tensor in running.state().items():
             tensor.copy_(tensors.pop(f"running.{name}"))
+        for name, tensor in _averages(average).items():
+            tensor.copy_(placement.part(name, tensors.pop(f"ema.{name}")))
         _restore_moments(optimizers, tensors)
     except (OSError, SafetensorError, RuntimeError, LookupError, ValueError) as error:
         raise _damaged(directory, error) from None
@@ -157,7 +196,9 @@ def load_checkpoint(
 
 def _damaged(directory: Path, error: Exception) -> PeagleError:
     reason = " ".join(str(error).split())[:200]
-    return PeagleError(f"checkpoint {directory} is damaged ({reason}): remove it to start afresh")
+    return PeagleError(
+        f"checkpoint {directory} is damaged ({reason}): remove it to go on from an older one, or to start afresh"
+    )
 
 
 def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,21 +206,33 @@ def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-def _moments(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Optimiser states as "optimizer.parameter.quantity" -> tensor, the first two by number."""
+def _extras(placement: Placement, running: Running, average: WeightAverage | None) -> dict[str, Tensor]:
+    """What is saved beside moments, by name: "running.NAME" and "ema.NAME"."""
+    return {f"running.{name}": tensor for name, tensor in running.state().items()} | {
+        f"ema.{name}": placement.whole(name, tensor) for name, tensor in _averages(average).items()
+    }
+
+
+def _averages(average: WeightAverage | None) -> Mapping[str, Tensor]:
+    return {} if average is None else average.state()
+
+
+def _moments(optimizers: Sequence[MasterOptimizer]) -> dict[str, Tensor]:
+    """Whole optimiser states as "optimizer.parameter.quantity" -> tensor, the first two by number."""
     return {
-        f"{number}.{parameter}.{quantity}": tensor
+        f"{number}.{parameter}.{quantity}": optimizer.whole(parameter, tensor)
         for number, optimizer in enumerate(optimizers)
         for parameter, quantities in optimizer.state_dict()["state"].items()
         for quantity, tensor in quantities.items()
     }
 
 
-def _restore_moments(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
+def _restore_moments(optimizers: Sequence[MasterOptimizer], tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `_moments`. Rates and groups are not stored: the recipe gives them."""
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for name, tensor in tensors.items():
         number, parameter, quantity = name.split(".", 2)
-        states[int(number)].setdefault(int(parameter), {})[quantity] = tensor
+        part = optimizers[int(number)].part(int(parameter), tensor)
+        states[int(number)].setdefault(int(parameter), {})[quantity] = part
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

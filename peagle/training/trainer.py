@@ -2,55 +2,79 @@
 
 OUT/recipe.json     settings, base model and data hash
 OUT/train.jsonl     one line per report
-OUT/checkpoint/     state to resume from, replaced every `save_interval` steps, on Ctrl-C and at the end
+OUT/checkpoint/     state to resume from, replaced every `save_interval` steps, on Ctrl-C, on SIGTERM and at the end
+OUT/checkpoint-N/   the ones before it, of step N, with `keep` above 1
 OUT/head/           the finished head
+OUT/best/           the head with the highest acceptance length in decoding the held-out prompts
 OUT/training.png    the log as a picture, where matplotlib is installed
 OUT/.lock           empty; held while a run writes here
 
 The schedule: warm-up over `warmup_steps`, then a cosine to 0 over the planned steps (`max_steps`, else epochs x packs).
-With `max_seconds` the run also ends after that much training time (compilation, evaluations and earlier parts of a
-resumed run included; loading and the feature cache not) and the cosine follows whichever of the two is further along.
+With `max_seconds` the run also ends after that much training time, that of earlier parts of a resumed run included,
+and the cosine follows whichever of the two is further along. Loading, the feature cache, compilation, evaluations and
+checkpoints on the way are no training time.
 """
 
-import hashlib
 import json
 import math
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch.nn.utils import clip_grad_norm_
 
 from peagle.config import TrainConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import save_drafter
-from peagle.drafters.p_eagle import PEagleDrafter
+from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.errors import PeagleError
 from peagle.models.hub import resolve_model
-from peagle.models.target import Target, load_target
+from peagle.models.target import Target
 from peagle.training.attention import Backend
-from peagle.training.batches import Batch, Prefetcher, batches, epoch_packs
-from peagle.training.dataset import Document, load_documents
+from peagle.training.batches import Prefetcher, batches, map_tensors
+from peagle.training.clock import Clock
+from peagle.training.dataset import Document, data_hash, load_documents
+from peagle.training.distributed import SINGLE, Ranks, process_group
+from peagle.training.ema import WeightAverage
 from peagle.training.evaluate import Evaluation, evaluate
+from peagle.training.feature_store import read_store_manifest
 from peagle.training.features import FeatureSource, OnlineFeatures, fill_cache
+from peagle.training.flops import PackCost, peak_flops
+from peagle.training.graphs import Steps
+from peagle.training.hf_target import load_training_target
 from peagle.training.interrupt import Interrupt
+from peagle.training.log_file import LogFile
+from peagle.training.loggers import Loggers, RunInfo, check_loggers
+from peagle.training.memory_advice import is_out_of_memory, out_of_memory
 from peagle.training.monitor import LogEntry, Monitor, Running, peak_memory_gib
 from peagle.training.objective import Objective
-from peagle.training.optim import OptimizerKind, build_optimizers, learning_rate_factor, set_learning_rate
+from peagle.training.optim import OptimizerKind, build_optimizers, set_learning_rate
+from peagle.training.placement import place
 from peagle.training.plots import plot_training
-from peagle.training.rows import RowLayout
+from peagle.training.schedule import agreed_layout, planned_steps, schedule_factor
+from peagle.training.served import BEST, Served, held_out_prompts, read_best, serve
 from peagle.training.setup import (
     Corpus,
     build_drafter,
     check_prepared_for,
+    cut_report,
+    cut_to_context,
+    plan_rule,
     resolve_attention,
     row_layout,
     split_corpus,
 )
+from peagle.training.show import say
+from peagle.training.stored_features import open_features
+from peagle.training.trail import Trail
 from peagle.training.train_state import (
+    CheckpointNotWritten,
     Recipe,
     RunState,
     check_same_recipe,
@@ -76,40 +100,65 @@ class TrainResult:
 def train(model: str, data: Path, out: Path, config: TrainConfig, console: Console) -> TrainResult:
     """Train a head for `model` on the data set at `data`; resume when `out` holds a checkpoint of the same recipe.
 
-    Raises PeagleError for anything the user can fix, and KeyboardInterrupt after Ctrl-C, once a checkpoint is saved.
+    Raises PeagleError for anything the user can fix; once a checkpoint is saved, KeyboardInterrupt after Ctrl-C and
+    SystemExit with status 143 after SIGTERM.
     """
-    prepare_output(out)
-    device = resolve_device(config.device)
+    ranks = Ranks.from_environment(os.environ)
+    console = console if ranks.is_main else Console(quiet=True)
+    if ranks.is_main:
+        prepare_output(out)
+    device = ranks.own_device(resolve_device(config.device))
     dtype = resolve_dtype(config.dtype, device)
     resolve_attention(config.attention, device)  # fail before the slow part
+    check_loggers(config.logger)
+    if config.features is not None:
+        read_store_manifest(Path(config.features))
     documents, manifest = load_documents(data)
-    data_hash = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     check_prepared_for(model, resolve_model(model), data, manifest)
     if not manifest.get("complete", True):
         console.print(f"{data} is not complete: training on the documents of its finished shards", soft_wrap=True)
-    target = load_target(model, dtype=dtype, device=device)
-    return train_head(target, documents, data_hash, out, config, console)
+    with process_group(ranks, device):
+        target = load_training_target(model, dtype=dtype, device=device, console=console)
+        return train_head(target, documents, data_hash(manifest), out, config, console, ranks)
 
 
 def train_head(
-    target: Target, documents: list[Document], data_hash: str, out: Path, config: TrainConfig, console: Console
+    target: Target,
+    documents: list[Document],
+    data: str,
+    out: Path,
+    config: TrainConfig,
+    console: Console,
+    ranks: Ranks = SINGLE,
 ) -> TrainResult:
-    """`train` with the target and the data already in memory; the target's device is the training device."""
-    prepare_output(out)
-    recipe = make_recipe(config, target.name, data_hash)
+    """`train` with the target and the data already in memory, `data` being their hash.
+
+    The target's device is the training device. Of several ranks, connected by now, rank 0 alone writes to `out`.
+    """
+    if ranks.is_main:
+        prepare_output(out)
+    # On record is what a step sums over, however many ranks share the work.
+    recipe = make_recipe(replace(config, accumulate=config.accumulate * ranks.world), target.name, data)
     checkpoint = find_checkpoint(out)
     state = RunState()
     if checkpoint is not None:
         state, saved = read_state(checkpoint)
+    if ranks.share([state.step, state.finished]) != [state.step, state.finished]:
+        raise PeagleError(f"rank {ranks.rank} does not see the checkpoint that rank 0 sees in {out}: share that folder")
+    if checkpoint is not None:
         check_same_recipe(recipe, saved, out)
         if state.finished:
             console.print(f"{out} holds this run, finished after {state.step:,} steps: nothing to do")
             return TrainResult(head=out / "head", state=state, evaluation=None)
-    (out / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    if ranks.is_main:
+        (out / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
     console.print(f"results go to {out}: head/ at the end, checkpoint/ and train.jsonl on the way", soft_wrap=True)
-    trainer = Trainer(target, split_corpus(documents, config), out, config, recipe, state, console)
+    documents, note = cut_to_context(documents, target.spec.max_position_embeddings)
+    if note:
+        console.print(note, soft_wrap=True)
+    trainer = Trainer(target, split_corpus(documents, config), out, config, recipe, state, console, ranks)
     if checkpoint is not None:
-        load_checkpoint(checkpoint, trainer.drafter, trainer.optimizers, trainer.running)
+        load_checkpoint(checkpoint, trainer.placement, trainer.optimizers, trainer.running, trainer.average)
         console.print(f"resuming after step {state.step:,} ({state.seconds:.0f} s of training)")
     return trainer.run()
 
@@ -126,31 +175,49 @@ class Trainer:
         recipe: Recipe,
         state: RunState,
         console: Console,
+        ranks: Ranks = SINGLE,
     ) -> None:
         weight = target.model.embed_tokens.weight
         self.device = weight.device
         self.target, self.corpus, self.out, self.config, self.recipe = target, corpus, out, config, recipe
-        self.state, self.console = state, console
+        self.state, self.console, self.ranks = state, console, ranks
         backend = resolve_attention(config.attention, self.device)
-        self.layout: RowLayout = row_layout(config, backend, corpus.train)
-        self.planned = planned_steps(corpus, self.layout, config)
-        self.drafter: PEagleDrafter = build_drafter(target, corpus.documents, config, weight.dtype, self.device)
+        self.drafter: Eagle3Drafter = build_drafter(target, corpus.documents, config, weight.dtype, self.device)
         kind: OptimizerKind = "muon" if config.optimizer == "muon" else "adamw"
-        self.optimizers = build_optimizers(self.drafter, config.muon_lr, config.adamw_lr, kind)
+        self.placement = place(self.drafter, config.parallel, ranks)
+        self.optimizers = build_optimizers(self.drafter, config.muon_lr, config.adamw_lr, kind, self.placement.own)
+        self.gradients = self.placement.gradients(counters=2 + 4 * config.num_depths)
+        decay, updated = config.ema_decay, self.placement.updated.items()
+        self.average = None if decay is None else WeightAverage(updated, decay)
         self.running = Running(config.num_depths, self.device)
         self.features = self._feature_source(backend)
-        self.objective = self._objective(config, backend)
-        # Eager: a second set of compiled graphs, without gradients, would cost more than the evaluations of a run.
-        self.held_out_objective = self._objective(replace(config, compile=False), backend)
-        self._trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        self.layout = agreed_layout(row_layout(config, corpus.train, self.drafter.config, self.device), ranks)
+        graphs = config.graphs and self.device.type == "cuda" and self.placement.own is None
+        self.rule = replace(plan_rule(config), fixed=graphs)
+        self.planned = planned_steps(corpus, self.layout, config, ranks)
+        self.objective = Objective(
+            self.drafter, target.model, self.features, config, backend=backend, dtype=weight.dtype
+        )
+        self.drafter.checkpoint_activations = config.checkpoint_activations
+        self.steps = Steps(self.objective, self.gradients, self.optimizers, config.clip_norm, graphs=graphs)
+        self.prompts: list[list[int]] = []
+        if config.serve_tokens and target.native:
+            self.prompts = held_out_prompts(corpus.held_out, config.serve_tokens, target.spec.max_position_embeddings)
+        self.served: Served | None = None  # of the newest evaluation
+        self.best = read_best(out) if state.step else 1.0  # acceptance length of the head in OUT/best
         self._factor = 0.0  # of the last step, for the log
-
-    def _objective(self, config: TrainConfig, backend: Backend) -> Objective:
-        dtype = self.target.model.embed_tokens.weight.dtype
-        return Objective(self.drafter, self.target.model, self.features, config, backend=backend, dtype=dtype)
+        self._flops = 0  # of all packs in this process
+        self._trail = Trail()
+        runs_target = target.native and isinstance(self.features, OnlineFeatures)
+        self._cost = PackCost(
+            self.drafter.config, target.spec, trains_head=config.train_lm_head, runs_target=runs_target
+        )
 
     def _feature_source(self, backend: Backend) -> FeatureSource:
         tap_ids = self.drafter.config.tap_ids
+        if self.config.features is not None:
+            folder, numbers = Path(self.config.features), self.corpus.number_D
+            return open_features(folder, self.target, self.recipe["data_hash"], tap_ids, numbers)
         if not self.config.cache_features:
             return OnlineFeatures(self.target.model, tap_ids, backend)
         # The last token of a document is only ever a label.
@@ -159,49 +226,96 @@ class Trainer:
 
     def run(self) -> TrainResult:
         """Train to the end of the plan, save, export the head."""
-        source = batches(self.corpus.train, self.layout, self.features, self.config.seed, self.state.place)
-        monitor = Monitor(self.out / "train.jsonl", self.console, keep_to_step=self.state.step)
+        source = batches(
+            self.corpus.train, self.layout, self.rule, self.features, self.config.seed, self.state.place, self.ranks
+        )
+        monitor = self._monitor()
         monitor.note(self._plan())
         with (
             monitor,
             Interrupt(
-                lambda: monitor.note("finishing this step, then saving; Ctrl-C again stops at once")
+                lambda: monitor.note("finishing this step, then saving; Ctrl-C again stops at once"),
+                patient=self.ranks.world > 1,
             ) as interrupt,
             Prefetcher(source, self.device) as data,
         ):
-            clock = _Clock(self.state, data)
-            while self.state.step < self.planned and clock.seconds < (self.config.max_seconds or math.inf):
-                self._step(data.next(), clock.seconds)
-                if self.state.step % self.config.log_interval == 0:
-                    self._report(monitor, clock)
-                if self.state.step % self.config.save_interval == 0 and self.state.step < self.planned:
-                    self._evaluate(monitor)
-                    self._save(clock)
-                if interrupt.asked:
-                    self._save(clock)
-                    monitor.note(f"saved after step {self.state.step:,}; run the same command to resume")
-                    raise KeyboardInterrupt
-            return self._finish(monitor, clock)
+            self._compile(monitor)
+            clock = Clock(self.state, data, peak_flops(self.device, self.target.model.embed_tokens.weight.dtype))
+            try:
+                self._loop(data, monitor, clock, interrupt)
+                return self._finish(monitor, clock)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise out_of_memory(error, self.state.step, self.config, self.layout) from error
 
-    def _step(self, batch: Batch, seconds: float) -> None:
-        """One optimiser step. Nothing here waits for the device."""
+    def _loop(self, data: Prefetcher, monitor: Monitor, clock: Clock, interrupt: Interrupt) -> None:
+        """Steps, reports, evaluations and checkpoints, until the plan is done or somebody wants an end."""
+        while True:
+            # Rank 0's clock and signals count for all: the ranks must stop at the same step.
+            seconds, stop = self.ranks.share([clock.seconds, interrupt.asked])
+            if stop:
+                self._save(clock)
+                monitor.note(f"saved after step {self.state.step:,}; run the same command to resume")
+                interrupt.leave()
+            if self.state.step >= self.planned or seconds >= (self.config.max_seconds or math.inf):
+                return
+            self._step(data, seconds)
+            if self.state.step % self.config.log_interval == 0:
+                self._report(monitor, clock)
+            if self.state.step < self.planned:
+                with clock.paused():
+                    if self.state.step % (self.config.eval_interval or self.config.save_interval) == 0:
+                        self._evaluate(monitor, clock)
+                    if self.state.step % self.config.save_interval == 0:
+                        self._try_to_save(monitor, clock)
+
+    def _compile(self, monitor: Monitor) -> None:
+        """Run the first pack once for nothing, so that no training time goes into compiling."""
+        if not self.config.compile:
+            return
+        start = time.perf_counter()
+        monitor.note("compiling the training step")
+        documents, place = self.corpus.train, self.state.place
+        source = batches(documents, self.layout, self.rule, self.features, self.config.seed, place, self.ranks)
+        self.steps.run_pack(map_tensors(next(source), lambda tensor: tensor.to(self.device)))
+        self.gradients.zero()
+        monitor.note(f"compiled in {time.perf_counter() - start:.0f} s")
+
+    def _monitor(self) -> Monitor:
+        """The log, the progress line and the loggers: of rank 0, and for show on the others."""
+        if not self.ranks.is_main:
+            return Monitor(LogFile(None, keep_to_step=0), self.console)
+        loggers = Loggers(
+            self.config.logger, RunInfo(self.out, self.recipe, self.state.step), partial(say, self.console)
+        )
+        return Monitor(LogFile(self.out / "train.jsonl", keep_to_step=self.state.step), self.console, loggers)
+
+    def _step(self, data: Prefetcher, seconds: float) -> None:
+        """One optimiser step over `accumulate` packs. Nothing here waits for the device."""
         self._factor = schedule_factor(self.state.step, self.planned, seconds, self.config)
         set_learning_rate(self.optimizers, self._factor)
-        outcome = self.objective(batch)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        outcome.loss.backward()
-        norm = clip_grad_norm_(self._trained, self.config.clip_norm, foreach=True)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.state = self.state.after(batch)
-        self.running.add(self.state.step, outcome.loss, norm, outcome.statistics)
+        self.gradients.zero()
+        for _ in range(self.config.accumulate):
+            batch = data.next()
+            self._trail.add(self.state.step + 1, batch)
+            self._flops += self._cost.of(batch)
+            self.steps.run_pack(batch)
+            self.state = self.state.after(batch, self.ranks.world)
+        self.gradients.reduce()
+        loss, norm = self.steps.update()
+        if self.average is not None:
+            self.average.update(self.state.step)
+        self.state = replace(self.state, step=self.state.step + 1)
+        self.running.add(self.state.step, loss, norm, self.gradients.counters)
 
-    def _report(self, monitor: Monitor, clock: "_Clock") -> None:
+    def _report(self, monitor: Monitor, clock: Clock) -> None:
         """Read the running statistics (the one wait for the device), check them and log them."""
         report = self.running.report()
         self._check_finite(report.bad_step)
-        state, interval = self.state, clock.lap(self.state)
+        self._trail.forget()
+        self._count(clock)
+        state, rates = self.state, clock.lap(self.state, self._flops)
         entry = LogEntry(
             step=state.step,
             epoch=state.epoch,
@@ -214,36 +328,88 @@ class Trainer:
             acceptance_length=report.depths.acceptance_length,
             learning_rate_factor=self._factor,
             gradient_norm=report.gradient_norm,
-            positions_per_second=interval.positions_per_second,
-            data_wait_share=interval.data_wait_share,
+            positions_per_second=rates.positions_per_second,
+            rows_per_second=rates.rows_per_second,
+            mfu=rates.mfu,
+            data_wait_share=rates.data_wait_share,
             memory_gib=peak_memory_gib(self.device),
         )
         done = max(state.step / self.planned, entry.seconds / (self.config.max_seconds or math.inf))
+        waited = monitor.log_waits
         monitor.step(entry, min(1.0, done))
+        if any(self.ranks.share([monitor.log_waits and not waited])):
+            self._try_to_save(monitor, clock)  # the disk has begun to refuse: what it still takes is a checkpoint
 
     def _check_finite(self, bad_step: int) -> None:
+        """Raise PeagleError if there is a bad step, naming what it was trained on."""
         if bad_step >= 0:
+            packs = self._trail.describe(bad_step, self.corpus.train, self.layout, self.config.seed)
             raise PeagleError(
-                f"the loss or its gradient became NaN or infinite at step {bad_step}: lower muon_lr "
-                f"({self.config.muon_lr}) or adamw_lr ({self.config.adamw_lr}) and start in another output directory"
+                f"the loss or its gradient became NaN or infinite at step {bad_step} ({packs or 'unknown packs'}); "
+                f"nothing of it was saved: lower muon_lr ({self.config.muon_lr}) or adamw_lr ({self.config.adamw_lr}), "
+                "or leave those documents out, and start in another output directory"
             )
 
-    def _save(self, clock: "_Clock") -> None:
+    def _count(self, clock: Clock) -> None:
+        """Read what all ranks together have trained on, which is counted on the device, and for how long."""
+        positions, rows = self.running.totals()
+        self.state = replace(self.state, positions=positions, rows=rows, seconds=clock.seconds)
+
+    def _save(self, clock: Clock) -> None:
         """Write a checkpoint, never one of a run that has gone wrong."""
         self._check_finite(int(self.running.bad_step.item()))
-        self.state = replace(self.state, seconds=clock.seconds)
-        save_checkpoint(self.out, self.drafter, self.optimizers, self.running, self.state, self.recipe)
+        self._count(clock)
+        save_checkpoint(
+            self.out, self.placement, self.optimizers, self.running, self.state, self.recipe,
+            average=self.average, keep=self.config.keep,
+        )  # fmt: skip
 
-    def _evaluate(self, monitor: Monitor) -> Evaluation | None:
+    def _try_to_save(self, monitor: Monitor, clock: Clock) -> None:
+        """A checkpoint on the way; a disk that does not take it ends no run, whose steps would be lost."""
+        try:
+            self._save(clock)
+        except CheckpointNotWritten as error:
+            monitor.note(f"step {self.state.step:,}: {error}; training goes on")
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """A block in which the drafter holds the averaged weights, if there are any: what is evaluated and exported.
+
+        Whole weights, on every rank: all of them must enter it.
+        """
+        with nullcontext() if self.average is None else self.average.swapped_in(), self.placement.gathered():
+            yield
+
+    def _evaluate(self, monitor: Monitor, clock: Clock) -> Evaluation | None:
         """Evaluate on the held-out documents, if there are any, and log the result."""
         corpus = self.corpus
         if not corpus.held_out:
             return None
-        result = evaluate(self.held_out_objective, corpus.held_out, corpus.training, self.layout, self.device)
-        monitor.held_out(self.state.step, result)
+        with self._averaged():
+            if not self.ranks.is_main:
+                return None
+            result = evaluate(self.objective, corpus.held_out, corpus.training, self.layout, self.rule, self.device)
+            monitor.held_out(self.state.step, result)
+            self._count(clock)
+            self._serve(monitor, result)
         return result
 
-    def _finish(self, monitor: Monitor, clock: "_Clock") -> TrainResult:
+    def _serve(self, monitor: Monitor, evaluation: Evaluation) -> None:
+        """Decode the held-out prompts, if there are any, and keep the head if none before it did as well."""
+        self.served = None
+        if not self.prompts:
+            return
+        drafts, tokens = self.config.served_drafts, self.config.serve_tokens
+        try:
+            served = self.served = serve(self.target, self.drafter, self.prompts, drafts, tokens)
+            monitor.served(self.state.step, served)
+            if served.acceptance_length > self.best:
+                self._export(BEST, evaluation)
+                self.best = served.acceptance_length
+        except PeagleError as error:  # no memory for it, or a full disk: no reason to lose the run
+            monitor.note(f"step {self.state.step:,}: {error}; training goes on")
+
+    def _finish(self, monitor: Monitor, clock: Clock) -> TrainResult:
         """Last report, checkpoint and evaluation, the head, and only then the mark that the run is finished.
 
         Whatever fails after the checkpoint, the same command resumes here without a step of training.
@@ -251,12 +417,15 @@ class Trainer:
         if self.running.steps.item() > 0:
             self._report(monitor, clock)
         self._save(clock)
-        evaluation = self._evaluate(monitor)
-        self._export(evaluation)
+        evaluation = self._evaluate(monitor, clock)
+        with self._averaged():
+            if self.ranks.is_main:
+                self._export("head", evaluation)
         self.state = replace(self.state, finished=True)
-        write_state(self.out / "checkpoint", self.state, self.recipe)
-        monitor.note(f"head after {self.state.step:,} steps: {self.out / 'head'}")
-        self._plot(monitor)
+        if self.ranks.is_main:
+            write_state(self.out / "checkpoint", self.state, self.recipe)
+            monitor.note(f"head after {self.state.step:,} steps: {self.out / 'head'}")
+            self._plot(monitor)
         return TrainResult(head=self.out / "head", state=self.state, evaluation=evaluation)
 
     def _plot(self, monitor: Monitor) -> None:
@@ -268,7 +437,8 @@ class Trainer:
         except Exception as error:  # whatever matplotlib or the disk come up with
             monitor.note(f"training.png was not drawn ({' '.join(str(error).split())[:200]})")
 
-    def _export(self, evaluation: Evaluation | None) -> None:
+    def _export(self, name: str, evaluation: Evaluation | None) -> None:
+        """Write the head as it is now to OUT/`name`."""
         state = self.state
         provenance = {
             "recipe": self.recipe,
@@ -278,10 +448,11 @@ class Trainer:
             "training_seconds": round(state.seconds, 1),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "held_out": None if evaluation is None else asdict(evaluation),
+            "served": None if self.served is None else asdict(self.served),
         }
         save_drafter(
             self.drafter,
-            self.out / "head",
+            self.out / name,
             compact=self.config.compact,
             base_model=self.target.name,
             extra=provenance,
@@ -291,58 +462,15 @@ class Trainer:
 
     def _plan(self) -> str:
         corpus, config, layout = self.corpus, self.config, self.layout
-        trained = sum(parameter.numel() for parameter in self._trained)
+        trained = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
         limit = "" if config.max_seconds is None else f", at most {config.max_seconds:g} s"
+        cut = cut_report(corpus.train, layout)
+        left_out = f", {corpus.left_out:,} left out as nothing in their reach is supervised" if corpus.left_out else ""
+        ranks = f" on each of {self.ranks.world} ranks" if self.ranks.world > 1 else ""
         return (
-            f"{corpus.training:,} documents to train on, {len(corpus.held_out):,} held out; "
+            f"{corpus.training:,} documents to train on, {len(corpus.held_out):,} held out{left_out}; "
             f"{trained / 1e6:.1f} M trained parameters, mask token {self.drafter.config.mask_token_id}, taps "
-            f"{list(self.drafter.config.tap_ids)}; {self.planned:,} steps of {layout.positions:,} positions and up to "
-            f"{layout.mask_rows:,} mask rows{limit}"
+            f"{list(self.drafter.config.tap_ids)}; {self.planned:,} steps of {config.accumulate} x "
+            f"{layout.positions:,} positions and up to {layout.mask_rows:,} mask rows, in chunks of "
+            f"{layout.chunk_size:,}{ranks}{limit}{cut and '; '}{cut}"
         )
-
-
-class _Clock:
-    """Training seconds over all parts of a run, and rates since the last lap."""
-
-    def __init__(self, state: RunState, data: Prefetcher) -> None:
-        self._data = data
-        self._start = time.perf_counter() - state.seconds
-        self._lap_start, self._lap_positions, self._lap_waited = self.seconds, state.positions, 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far."""
-        return time.perf_counter() - self._start
-
-    def lap(self, state: RunState) -> "_Interval":
-        """Rates since the last call; call it right after a wait for the device, or they mean nothing."""
-        seconds, waited = self.seconds, self._data.waited
-        elapsed = max(seconds - self._lap_start, 1e-9)
-        interval = _Interval(
-            positions_per_second=(state.positions - self._lap_positions) / elapsed,
-            data_wait_share=(waited - self._lap_waited) / elapsed,
-        )
-        self._lap_start, self._lap_positions, self._lap_waited = seconds, state.positions, waited
-        return interval
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Interval:
-    positions_per_second: float
-    data_wait_share: float
-
-
-def planned_steps(corpus: Corpus, layout: RowLayout, config: TrainConfig) -> int:
-    """Optimiser steps of the whole run."""
-    if config.max_steps is not None:
-        return config.max_steps
-    packs = sum(1 for _ in epoch_packs(corpus.train, layout, config.seed, 0))
-    return max(1, round(config.epochs * packs))
-
-
-def schedule_factor(step: int, planned: int, seconds: float, config: TrainConfig) -> float:
-    """Share of the peak learning rates for 0-based `step` after `seconds` of training."""
-    factor = learning_rate_factor(step, planned, config.warmup_steps)
-    if config.max_seconds is None or step < config.warmup_steps:
-        return factor
-    return min(factor, 0.5 * (1.0 + math.cos(math.pi * min(1.0, seconds / config.max_seconds))))

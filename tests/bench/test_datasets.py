@@ -84,7 +84,7 @@ def test_files_that_cannot_be_read(tmp_path):
             read_prompts(tmp_path / f"{name}.jsonl")
 
 
-@pytest.mark.parametrize(("name", "count"), [("mt_bench", 80), ("humaneval", 164)])
+@pytest.mark.parametrize(("name", "count"), [("mt_bench", 80), ("humaneval", 164), ("gsm8k", 1319), ("mbpp", 500)])
 def test_shipped_prompt_sets_are_whole(name, count):
     rows = read_prompts(ROOT / "benchmarks" / "data" / f"{name}.jsonl")
     assert len({row.id for row in rows}) == count

@@ -1,11 +1,13 @@
 """Result files hold their provenance, appear whole or not at all, and render to the tables of the README."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from peagle.bench.report import (
     AcceptanceRow,
+    CurveRow,
     LosslessRow,
     SpeedRow,
     markdown_table,
@@ -38,6 +40,15 @@ SPEED = SpeedRow(
     prompts=10,
     tokens=1280,
 )
+CURVE = CurveRow(
+    run="EAGLE-3",
+    budget="100 seconds",
+    step=500,
+    positions=4_000_000,
+    seconds=98.7,
+    acceptance_length=2.4,
+    implied_acceptance_length=2.513,
+)
 LOSSLESS = LosslessRow(num_speculative_tokens=7, batch_size=8, temperature=0.0, prompts=50, identical=49)
 
 
@@ -61,6 +72,12 @@ def test_a_result_says_where_it_comes_from(tmp_path):
     ("name", "row", "cells"),
     [
         ("acceptance-x", ACCEPTANCE, "| mt_bench | 0.7 | 3 | **2.44** | 2.10 | 0.70 0.45 0.25 | 80 | 20,480 |"),
+        (
+            "acceptance-x",
+            replace(ACCEPTANCE, head="a"),
+            "| a | mt_bench | 0.7 | 3 | **2.44** | 2.10 | 0.70 0.45 0.25 | 80 | 20,480 |",
+        ),
+        ("train-curve-x", CURVE, "| EAGLE-3 | 100 seconds | **2.40** | 2.51 | 4,000,000 | 99 | 500 |"),
         ("cpu-speed-x", SPEED, "| 5 | 30.0 | 45.1 | **1.50x** | 2.60 | 10 | 1,280 |"),
         ("lossless-x", LOSSLESS, "| 0 | 7 | 8 | 49 of 50 |"),
     ],

@@ -9,20 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.p_eagle import PEagleDrafter
 from tests.helpers import causal_attend
 
 
-def logits(drafter: PEagleDrafter, rows: int = 9) -> Tensor:
-    """Draft logits of a few real rows followed by mask rows, float32 [R, Vd]."""
+def logits(drafter: Eagle3Drafter, rows: int = 9) -> Tensor:
+    """Draft logits of a few real rows, followed by mask rows if the head has any, float32 [R, Vd]."""
     generator = torch.Generator().manual_seed(3)
     dtype = drafter.fc.weight.dtype
     ids = torch.randint(drafter.config.vocab_size, (rows,), generator=generator)
     taps_RC = torch.randn(rows, drafter.config.feature_size, generator=generator).to(dtype)
     with torch.no_grad():
-        embeds = torch.cat((drafter.embed_tokens(ids), drafter.mask_embedding.expand(3, -1)))
-        features = torch.cat((drafter.combine(taps_RC), drafter.mask_feature().expand(3, -1)))
-        hidden = drafter(embeds, features, torch.arange(rows + 3), causal_attend([rows + 3]))
+        embeds, features = drafter.embed_tokens(ids), drafter.combine(taps_RC)
+        if isinstance(drafter, PEagleDrafter):
+            embeds = torch.cat((embeds, drafter.mask_embedding.expand(3, -1)))
+            features = torch.cat((features, drafter.mask_feature().expand(3, -1)))
+        hidden = drafter(embeds, features, torch.arange(len(embeds)), causal_attend([len(embeds)]))
         return drafter.logits(hidden).float()
 
 

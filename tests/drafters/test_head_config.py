@@ -19,6 +19,9 @@ CONFIGS = {
     "plain": CONFIG,
     "llama3": replace(CONFIG, rope=LLAMA3),
     "switches": replace(CONFIG, norm_before_fc=False, norm_before_residual=True, attention_bias=True),
+    "windows": replace(
+        CONFIG, layer_types=("full_attention", "sliding_attention", "full_attention"), sliding_window=16
+    ),
     "other shape": replace(CONFIG, draft_vocab_size=10, target_hidden_size=40, tap_ids=(1, 2, 3, 4, 6)),
 }
 
@@ -49,6 +52,18 @@ def test_transformers_reads_the_same_rope(name):
     assert parameters["rope_theta"] == rope.theta
     assert parameters["rope_type"] == ("default" if rope.scaling is None else "llama3")
     assert rope.scaling is None or parameters["factor"] == rope.scaling.factor
+
+
+def test_windows_of_each_layer():
+    assert CONFIG.windows == (None, None, None)
+    assert CONFIGS["windows"].windows == (None, 16, None)
+    raw = config_to_dict(CONFIGS["windows"])
+    assert raw["layer_types"] == ["full_attention", "sliding_attention", "full_attention"]
+    assert raw["sliding_window"] == 16
+    assert "layer_types" not in config_to_dict(CONFIG)
+    for changes in ({"sliding_window": None}, {"layer_types": ("full_attention",)}, {"layer_types": ("other",) * 3}):
+        with pytest.raises(PeagleError):
+            replace(CONFIGS["windows"], **changes)
 
 
 def without(*keys, **changes):
@@ -94,8 +109,15 @@ def test_missing_taps_need_the_depth_of_the_target():
         ({"fc_norm": True}, "fc_norm=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"model_type": "qwen3"}, "model_type='qwen3'"),
-        ({"sliding_window": 128}, "sliding_window=128"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types=\\['sliding_attention'\\]"),
+        ({"sliding_window": 128}, "sliding_window=128 and no layer_types"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 128}, "each of the 3 layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "each of the 3 layers"),
+        ({"layer_types": ["sliding_attention"] * 3}, "no value for sliding_window"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 1}, "1 for sliding_window"),
+        (
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_sliding_window": False},
+            "use_sliding_window",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "expected one rule"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),

@@ -46,6 +46,14 @@ def test_layers_come_from_the_end_of_the_target(target):
     torch.testing.assert_close(identity[:, :64], torch.zeros(32, 64), atol=1e-6, rtol=0)
 
 
+def test_sliding_layers(target):
+    assert new(target).config.windows == (None, None, None)
+    assert new(target, sliding_window=16).config.windows == (16, 16, 16)
+    assert new(target, sliding_window=16, sliding_layers=(0, 2)).config.windows == (16, None, 16)
+    with pytest.raises(PeagleError, match="numbers from 0 to 2"):
+        new(target, sliding_window=16, sliding_layers=(3,))
+
+
 def test_seed_decides_and_leaves_the_global_generator_alone(target):
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -37,12 +37,13 @@ def slots_of(llm: LLM, request: Request, first: int, end: int) -> Tensor:
     return torch.tensor([table[p // 4] * 4 + p % 4 for p in range(first, end)])
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("chunk", [7, 8192])
-def test_cache_equals_recomputation_and_poison_is_never_read(k: int, chunk: int):
+@pytest.mark.parametrize(
+    ("parallel", "k", "chunk"), [*((True, k, c) for k in (1, 3, 5) for c in (7, 8192)), (False, 1, 7), (False, 5, 7)]
+)
+def test_cache_equals_recomputation_and_poison_is_never_read(parallel: bool, k: int, chunk: int):
     prompts = random_prompts(6, seed=3)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-    llm = tiny_llm(k, dtype=torch.float64, max_num_batched_tokens=chunk)
+    llm = tiny_llm(k, dtype=torch.float64, parallel=parallel, max_num_batched_tokens=chunk)
     llm.set_speculation(False)
     plain = llm.generate(prompts, params)
     llm.set_speculation(True)
@@ -69,7 +70,7 @@ def test_cache_equals_recomputation_and_poison_is_never_read(k: int, chunk: int)
                     torch.testing.assert_close(cached_RMD, computed, rtol=0, atol=1e-10)
             checked.append(done)
             stale = slots_of(llm, request, done, min(done + 2 * k, len(request.blocks) * 4))
-            for cache in caches:  # mask rows and rejected rows: nobody may read them again
+            for cache in caches:  # rows of drafts, mask rows and rejected rows: nobody may read them again
                 cache.keys[:, :, stale] = torch.nan
                 cache.values[:, :, stale] = torch.nan
 
@@ -79,13 +80,14 @@ def test_cache_equals_recomputation_and_poison_is_never_read(k: int, chunk: int)
     assert len(checked) > 6 * 30 / (k + 1)
 
 
-def test_more_drafts_do_not_change_the_first_ones():
-    """Mask row j never sees mask row j+1, so drafting deeper is a pure extension."""
+@pytest.mark.parametrize("parallel", [True, False])
+def test_more_drafts_do_not_change_the_first_ones(parallel: bool):
+    """No draft's row sees one of a later draft, so drafting deeper is a pure extension."""
     prompts = random_prompts(4, seed=5)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     drafts = {}
     for k in (2, 3, 7):
-        llm = tiny_llm(k, dtype=torch.float64)
+        llm = tiny_llm(k, dtype=torch.float64, parallel=parallel)
         llm.generate(prompts, params)
         drafts[k] = llm._slots.drafts[:4].copy()
     assert (drafts[7][:, :3] == drafts[3]).all()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from peagle.engine.request import RequestOutput
+from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
 
@@ -21,12 +22,14 @@ def plain_outputs(params: list[SamplingParams]) -> list[RequestOutput]:
     return [llm.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize(
+    ("parallel", "k"), [(True, 1), (True, 2), (True, 3), (True, 7), (True, 16), (False, 1), (False, 2), (False, 7)]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculation_changes_nothing(k: int, temperature: float):
+def test_speculation_changes_nothing(parallel: bool, k: int, temperature: float):
     params = sampled(temperature)
     plain = plain_outputs(params)
-    llm = tiny_llm(k)
+    llm = tiny_llm(k, parallel=parallel)
     assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
     force_drafts(llm, plain, seed=k)
     forced = llm.generate(PROMPTS, params)
@@ -37,7 +40,15 @@ def test_speculation_changes_nothing(k: int, temperature: float):
     assert alone == [o.token_ids for o in plain[:3]]
 
 
-@pytest.mark.parametrize("engine", [{"max_num_batched_tokens": 5}, {"max_num_seqs": 2}, {"num_kv_blocks": 40}])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"max_num_batched_tokens": 5},
+        {"max_num_seqs": 2},
+        {"num_kv_blocks": 40},
+        {"num_kv_blocks": 40, "max_num_batched_tokens": 5, "parallel": False},
+    ],
+)
 def test_chunks_slots_and_scarce_blocks_change_nothing(engine: dict[str, int]):
     params = sampled(0.8, top_k=20, top_p=0.9)
     plain = plain_outputs(params)
@@ -62,10 +73,11 @@ def test_mixed_sampling_in_one_batch():
     assert sum(o.stats.num_accepted_tokens for o in outputs) > 50
 
 
-def test_drafts_do_not_depend_on_how_the_prompt_was_cut():
+@pytest.mark.parametrize("parallel", [True, False])
+def test_drafts_do_not_depend_on_how_the_prompt_was_cut(parallel: bool):
     """A chunk's last drafter row needs the next prompt token; a wrong one would spoil drafts and nothing else."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    whole, cut = tiny_llm(3, dtype=torch.float64), tiny_llm(3, dtype=torch.float64, max_num_batched_tokens=5)
+    whole, cut = (tiny_llm(3, dtype=torch.float64, parallel=parallel, max_num_batched_tokens=n) for n in (8192, 5))
     for prompt in PROMPTS[:4]:
         drafts = []
         for llm in (whole, cut):
@@ -74,12 +86,12 @@ def test_drafts_do_not_depend_on_how_the_prompt_was_cut():
         assert (drafts[0] == drafts[1]).all()
 
 
-def test_requests_at_the_length_limit_finish_exactly():
+@pytest.mark.parametrize(("parallel", "limit"), [(True, 64), (False, 40)])
+def test_requests_at_the_length_limit_finish_exactly(parallel: bool, limit: int):
     """Prompts of every length up to the context, so that drafts reach past its end in every possible way."""
-    limit = 64
     prompts = [random_prompts(1, seed=n, longest=2)[0] * n for n in range(1, limit)]
     params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
-    llm = tiny_llm(5, max_model_len=limit)
+    llm = tiny_llm(5, max_model_len=limit, parallel=parallel)
     outputs = llm.generate(prompts, params)
     llm.set_speculation(False)
     for prompt, output, plain in zip(prompts, outputs, llm.generate(prompts, params), strict=True):
@@ -91,11 +103,32 @@ def test_requests_at_the_length_limit_finish_exactly():
     assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in outputs]
 
 
-def test_a_draft_is_drawn_with_the_noise_of_its_verification():
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_draft_is_drawn_with_the_noise_of_its_verification(parallel: bool):
     """With flat logits on both sides only the noise decides, so every draft must be accepted."""
-    llm = tiny_llm(4)
+    llm = tiny_llm(4, parallel=parallel)
     for model in (llm.target.model, llm.drafter):
         model.logits = lambda hidden_RH: torch.zeros(len(hidden_RH), 96)
     params = SamplingParams(max_tokens=31, temperature=1.0, seed=3, ignore_eos=True)
     output = llm.generate(PROMPTS[:1], params)[0]
     assert output.stats.acceptance_length == 5.0
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_sliding_window_changes_drafts_and_nothing_else(parallel: bool):
+    """Windows beyond the context, within it, and only as long as a chain."""
+    params = sampled(0.0)
+    plain = plain_outputs(params)
+    drafted = []
+    for window in (None, 1000, 11, 5):
+        llm = tiny_llm(4, parallel=parallel, window=window)
+        assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
+        drafted.append(llm._slots.drafts.tolist())
+        force_drafts(llm, plain, seed=3)
+        forced = llm.generate(PROMPTS, params)
+        assert [o.token_ids for o in forced] == [o.token_ids for o in plain]
+        assert sum(o.stats.num_accepted_tokens for o in forced) > 50
+    assert drafted[0] == drafted[1]
+    assert drafted[1] != drafted[2] != drafted[3]
+    with pytest.raises(PeagleError, match="at most 4"):
+        tiny_llm(5, parallel=parallel, window=5)

@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from peagle.config import EngineConfig
+from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.init import new_drafter
+from peagle.engine.batch import Batch, StepTensors
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
-from peagle.engine.step import Batch, DraftSide, StepTensors
+from peagle.engine.step import DraftSide
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
@@ -43,16 +45,37 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def tiny_llm(k: int = 3, *, dtype: torch.dtype = torch.float32, seed: int = 0, **engine: Any) -> LLM:
-    """Random target and random two-layer head; `engine` overrides `EngineConfig`."""
+def tiny_parts(
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    parallel: bool = True,
+    window: int | None = None,
+    draft_ids: Sequence[int] | None = None,
+) -> tuple[Target, Eagle3Drafter]:
+    """Random target and random two-layer head, P-EAGLE or EAGLE-3; with a `window`, its second layer slides."""
     spec = tiny_spec()
     model = TargetModel(spec).eval().requires_grad_(False)
     random_weights(model, seed)
     target = Target("tiny", Path("tiny"), spec, model.to(dtype), tiny_tokenizer())
     drafter = new_drafter(
-        spec, target.model, num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95, seed=seed + 1, target_init=False
-    )
-    drafter = drafter.to(dtype).eval().requires_grad_(False)
+        spec, target.model, num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95 if parallel else None, seed=seed + 1,
+        target_init=False, sliding_window=window, sliding_layers=window and (1,),
+        draft_ids=None if draft_ids is None else torch.tensor(draft_ids),
+    )  # fmt: skip
+    return target, drafter.to(dtype).eval().requires_grad_(False)
+
+
+def tiny_llm(
+    k: int = 3,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    parallel: bool = True,
+    window: int | None = None,
+    **engine: Any,
+) -> LLM:
+    """The engine of `tiny_parts`; `engine` overrides `EngineConfig`."""
+    target, drafter = tiny_parts(dtype, seed, parallel, window)
     return LLM.from_parts(target, drafter, k, EngineConfig(**{"block_size": 4, "max_num_seqs": 8, **engine}))
 
 

@@ -34,6 +34,7 @@ def test_worked_example_with_two_requests():
     )  # fmt: skip
     assert layout.input_ids.tolist() == [d1, n_a, MASK, MASK, 0, 0, e1, e2, e3, n_b, MASK, MASK]
     assert layout.positions.tolist() == [10, 11, 12, 13, 0, 0, 5, 6, 7, 8, 9, 10]
+    assert layout.last_keys.tolist() == [10, 11, 12, 13, 13, 13, 5, 6, 7, 8, 9, 10]
     assert layout.slots.tolist() == [38, 39, 16, 17, -1, -1, 13, 14, 15, 24, 25, 26]
     assert layout.is_masked.tolist() == [False, False, True, True] + [False] * 6 + [True, True]
     assert layout.is_rejected.tolist() == [False] * 4 + [True] * 2 + [False] * 6

@@ -13,21 +13,31 @@ from peagle.kernels.paged_attention import paged_attention, paged_attention_ref,
 BLOCK = 4
 
 
-def reference(q_RND: Tensor, keys_SMD: list[Tensor], values_SMD: list[Tensor], rows: list[list[int]]) -> Tensor:
+def reference(
+    q_RND: Tensor,
+    keys_SMD: list[Tensor],
+    values_SMD: list[Tensor],
+    rows: list[list[int]],
+    window: int | None = None,
+) -> Tensor:
     out, r = torch.zeros_like(q_RND), 0
     for k_SMD, v_SMD, limits in zip(keys_SMD, values_SMD, rows, strict=True):
         for limit in limits:
+            seen = slice(0 if window is None else max(0, limit + 1 - window), limit + 1)
             for head in range(q_RND.shape[1]):
                 kv = head // (q_RND.shape[1] // k_SMD.shape[1])
-                weights_S = (k_SMD[: limit + 1, kv] @ q_RND[r, head] * q_RND.shape[-1] ** -0.5).softmax(0)
-                out[r, head] = weights_S @ v_SMD[: limit + 1, kv]
+                weights_S = (k_SMD[seen, kv] @ q_RND[r, head] * q_RND.shape[-1] ** -0.5).softmax(0)
+                out[r, head] = weights_S @ v_SMD[seen, kv]
             r += 1
     return out
 
 
+@pytest.mark.parametrize("window", [None, 1, 6, 16])
 @pytest.mark.parametrize("heads,kv_heads", [(6, 2), (4, 4), (8, 1)])
 @pytest.mark.parametrize("shapes", [[(1, 1)], [(4, 9), (4, 30), (1, 2), (17, 17)], [(1, 5)] * 5 + [(8, 64)]])
-def test_equals_the_loop_and_reads_nothing_else(heads: int, kv_heads: int, shapes: list[tuple[int, int]]):
+def test_equals_the_loop_and_reads_nothing_else(
+    heads: int, kv_heads: int, shapes: list[tuple[int, int]], window: int | None
+):
     torch.manual_seed(0)
     dim, blocks = 8, 64
     generator = np.random.default_rng(0)
@@ -51,8 +61,8 @@ def test_equals_the_loop_and_reads_nothing_else(heads: int, kv_heads: int, shape
     key_lens, cpu = np.minimum(lens[1] + 3, 64), torch.device("cpu")
     plan = plan_rectangles(lens[0], key_lens, tables, BLOCK, heads_per_kv=heads // kv_heads, device=cpu)
     limit = torch.tensor([r for request in rows for r in request])
-    out = paged_attention_ref(q_RND, keys, values, limit, plan)
-    expected = reference(q_RND, [k for k, _ in contexts], [v for _, v in contexts], rows)
+    out = paged_attention_ref(q_RND, keys, values, limit, plan, window)
+    expected = reference(q_RND, [k for k, _ in contexts], [v for _, v in contexts], rows, window)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 

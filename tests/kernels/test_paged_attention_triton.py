@@ -37,10 +37,12 @@ def relative_error(
     dtype: torch.dtype,
     device: str,
     dead_rows: int = 0,
+    window: int | None = None,
 ) -> float:
-    """Attend with both forms; `shapes` are (new rows, keys). Every slot past a request's keys holds NaN.
+    """Attend with both forms; `shapes` are (new rows, keys). Every slot past a request's keys holds NaN, and where the
+    kernel runs those of blocks that no window reaches.
 
-    The last `dead_rows` rows of a request see key 0 alone, as in the drafter's layout.
+    The last `dead_rows` rows of a request see what the row before them sees, as in the drafter's layout.
     """
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
@@ -50,13 +52,18 @@ def relative_error(
     tables = np.zeros((len(shapes), int(needed.max()) + 2), dtype=np.int64)
     keys = torch.full((kv_heads, len(free) * block + 1, dim), torch.nan)
     values, limits = keys.clone(), []
+    unseen = torch.zeros(keys.shape[1], dtype=torch.bool)
     for i, (rows, length) in enumerate(shapes):
         tables[i, : needed[i]], free = free[: needed[i]], free[needed[i] :]
         at = torch.from_numpy((tables[i, : needed[i], None] * block + np.arange(block)).ravel()[:length])
         keys[:, at], values[:, at] = torch.randn(2, kv_heads, length, dim)
         limit = torch.arange(length - rows, length)
-        limit[max(rows - dead_rows, 1) :] = 0
+        live = max(rows - dead_rows, 1)
+        limit[live:] = limit[live - 1]
         limits.append(limit)
+        if window is not None:
+            first = max(0, length - rows + 1 - window) // block * block
+            unseen[at[:first]] = True
     # A slice of a wider projection: rows are further apart than they are long.
     q = torch.randn(int(query_lens.sum()), heads + 2 * kv_heads, dim).to(device, dtype)[:, :heads]
 
@@ -68,7 +75,9 @@ def relative_error(
         )  # fmt: skip
         assert isinstance(plan, TilePlan) == (backend == "triton")
         limit = torch.cat(limits).to(device)
-        return paged_attention(q, keys.to(device, dtype), values.to(device, dtype), limit, plan).double()
+        poison = torch.nan if backend == "triton" else 0.0
+        k, v = (cache.masked_fill(unseen[None, :, None], poison).to(device, dtype) for cache in (keys, values))
+        return paged_attention(q, k, v, limit, plan, window).double()
 
     expected, out = run("torch"), run("triton")
     assert expected.isfinite().all()
@@ -116,6 +125,18 @@ def test_interpreted_with_dead_rows_and_other_blocks(block: int):
 
 
 @interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("window", [1, 5, 16, 50])
+@pytest.mark.parametrize("block", [4, 16])
+def test_interpreted_windows(window: int, block: int):
+    """Windows that begin inside a block, and tiles whose rows begin to see at different turns of the loop."""
+    shapes = [(1, 1), (1, 150), (8, 100), (40, 90), (3, 7)]
+    for dead_rows in (0, 3):
+        error = relative_error(shapes, 6, 2, 16, block, torch.float32, "cpu", dead_rows, window)
+        assert error < TOLERANCE[torch.float32]
+
+
+@interpreter
 def test_interpreted_head_dims_that_do_not_tile_go_to_torch():
     lens, tables = np.array([1]), np.zeros((1, 1), dtype=np.int64)
     for dim in (8, 80):
@@ -151,3 +172,13 @@ def test_on_gpu(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, shapes:
 def test_dead_rows_on_gpu(dtype: torch.dtype):
     shapes = [(14, length) for length in range(14, 300, 5)]
     assert relative_error(shapes, 9, 3, 64, 16, dtype, "cuda", dead_rows=6) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [9, 100, 1024])
+def test_windows_on_gpu(dtype: torch.dtype, window: int):
+    shapes = [(14, length) for length in range(14, 3000, 61)] + [(1500, 1500), (500, 2000)]
+    for dead_rows in (0, 6):
+        assert relative_error(shapes, 9, 3, 64, 16, dtype, "cuda", dead_rows, window) < TOLERANCE[dtype]

@@ -1,14 +1,15 @@
-"""The relation between rows, and its dense and FlexAttention forms."""
+"""The relation between rows, as a formula and as the ranges that the backends work on."""
 
 import numpy as np
 import pytest
 import torch
 
 from peagle.errors import PeagleError
-from peagle.training.attention import attend_rows, causal_document_attend, may_attend
+from peagle.training.attention import RowAttention, attend_all, causal_document_attend, may_attend
 from peagle.training.rows import draw_rows, sample_rows
 from tests.helpers import causal_attend
 from tests.training.tiny_drafter import (
+    dense_attend,
     document,
     forward_rows,
     layout,
@@ -30,6 +31,15 @@ WORKED_TABLE = """
 1 . . . 1 . . 1 .
 1 1 . . . 1 . . 1
 """
+
+
+def attend_rows(rows, positions, backend, windows=(None,) * 3):
+    """All rows in one pass, through their ranges."""
+    parts = (slice(0, positions), False), (slice(positions, None), True)
+    attentions = (
+        RowAttention(rows, positions, part, chains=chains, windows=windows, backend=backend) for part, chains in parts
+    )
+    return attend_all(positions, *attentions)
 
 
 def relation(anchor, depth, doc):
@@ -118,35 +128,45 @@ def test_mask_vectors_receive_gradients():
     assert drafter.mask_embedding.grad.abs().min() > 0
 
 
-@pytest.mark.parametrize("backend", ["dense", "flex"])
+@pytest.mark.parametrize("backend", ["reference", "flex"])
 def test_target_attention_is_causal_within_documents(backend):
     torch.manual_seed(0)
     q, k, v = torch.randn(13, 4, 16), torch.randn(13, 2, 16), torch.randn(13, 2, 16)
     doc = torch.tensor([0] * 6 + [1] * 4 + [-1] * 3)
     out = causal_document_attend(doc, backend)(0, q, k, v)
     torch.testing.assert_close(out[:10], causal_attend([6, 4, 3])(0, q, k, v)[:10], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out[10:], v[10:].repeat_interleave(2, 1), rtol=1e-5, atol=1e-6)  # sees itself alone
+    assert (out[10:] == 0).all()
 
 
-def test_flex_equals_dense():
-    drafter = tiny_drafter(torch.float32)
-    packed = pack_one([document(60, seed=1), document(30, seed=2)], layout(128, 6))
-    rows = draw_rows(packed, layout(128, 6, 0.8, mask_rows=256), np.random.default_rng(0))
+@pytest.mark.parametrize("window", [None, 5, 9])
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+def test_ranges_equal_the_formula(backend, window):
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    drafter = tiny_drafter(dtype)
+    packed = pack_one([document(60, seed=1), document(30, seed=2)], layout(128, 5))
+    rows = draw_rows(packed, layout(128, 5, 0.8, mask_rows=256), np.random.default_rng(0))
     taps = random_taps(drafter, 128)
     with torch.no_grad():
-        dense = forward_rows(drafter, packed, taps, rows)
-        flex = forward_rows(drafter, packed, taps, rows, attend_rows(rows, "flex"))
-    torch.testing.assert_close(flex, dense, rtol=1e-4, atol=1e-5)
+        expected = forward_rows(drafter, packed, taps, rows, dense_attend(rows, window))
+        hidden = forward_rows(drafter, packed, taps, rows, attend_rows(rows, 128, backend, (window,) * 3))
+    real = rows.doc_R >= 0
+    tolerance = 1e-12 if backend == "reference" else 1e-4
+    torch.testing.assert_close(hidden[real], expected[real], rtol=tolerance, atol=tolerance)
+
+
+def test_layers_may_have_windows_of_their_own():
+    torch.manual_seed(0)
+    packed = pack_one([document(40)], layout(38, 3))
+    rows = draw_rows(packed, layout(38, 3), np.random.default_rng(0))
+    q, k, v = (torch.randn(len(rows.anchor_R), heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    attend, real = attend_rows(rows, 38, "reference", (None, 6)), rows.doc_R >= 0
+    for layer, window in enumerate((None, 6)):
+        torch.testing.assert_close(attend(layer, q, k, v)[real], dense_attend(rows, window)(0, q, k, v)[real])
 
 
 def test_flex_on_the_cpu_names_the_way_out():
     drafter = tiny_drafter(torch.float32)
     packed = pack_one([document(8)], layout(6, 3))
     rows = draw_rows(packed, layout(6, 3), np.random.default_rng(0))
-    with pytest.raises(PeagleError, match="use 'dense'"):
-        forward_rows(drafter, packed, random_taps(drafter, 6), rows, attend_rows(rows, "flex"))
-
-
-def test_unknown_backend():
-    with pytest.raises(PeagleError, match="expected 'dense' or 'flex'"):
-        causal_document_attend(torch.zeros(3, dtype=torch.int64), "sparse")
+    with pytest.raises(PeagleError, match="use 'reference'"):
+        forward_rows(drafter, packed, random_taps(drafter, 6), rows, attend_rows(rows, 6, "flex"))

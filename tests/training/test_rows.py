@@ -153,7 +153,6 @@ def test_every_pack_has_the_static_shape(lengths, positions, mask_rows, num_dept
         assert len(packed.stream_ids_S) == shape.stream_tokens
         assert len(rows.anchor_R) == positions + mask_rows
         assert (rows.doc_R.numpy()[:positions] == packed.doc_P).all()
-        assert rows.live_L.tolist() == np.flatnonzero(rows.supervised_R).tolist()
         assert packed.supervised_P.any()
     # Everything that can teach is used, once and in order; what a pack cannot hold is cut, not lost.
     useful = [i for i, doc in enumerate(documents) if doc.loss_mask[1:-1][:positions].any()]
@@ -177,15 +176,26 @@ def test_long_documents_are_cut():
 
 def test_mask_rows_come_chain_by_chain_and_padded():
     packed = pack_one([document(6)], layout(6, 3))
-    rows = build_rows(packed, np.array([0, 1, 0]), np.array([1, 1, 2]), 5)
+    rows = build_rows(packed, np.array([0, 1, 0]), np.array([1, 1, 2]), layout(6, 3, mask_rows=5))
     assert rows.anchor_R.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, -1, -1]
     assert rows.depth_R.tolist() == [0, 0, 0, 0, 0, 0, 1, 2, 1, 0, 0]
     assert rows.doc_R.tolist() == [0, 0, 0, 0, -1, -1, 0, 0, 0, -1, -1]
     assert rows.position_R.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 2, 0, 0]
     assert rows.target_R.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 2, 0, 0]
-    assert rows.live_L.tolist() == [0, 1, 2, 3, 6, 7, 8]
+    assert rows.supervised_R.nonzero()[:, 0].tolist() == [0, 1, 2, 3, 6, 7, 8]
     with pytest.raises(PeagleError, match="capacity 2"):
-        build_rows(packed, np.array([0, 1, 0]), np.array([1, 1, 2]), 2)
+        build_rows(packed, np.array([0, 1, 0]), np.array([1, 1, 2]), layout(6, 3, mask_rows=2))
+
+
+def test_chunks_hold_whole_chains():
+    packed = pack_one([document(7)], layout(7, 4))
+    anchor, depth = np.array([0, 0, 0, 1, 2, 2]), np.array([1, 2, 3, 1, 1, 2])
+    rows = build_rows(packed, anchor, depth, layout(7, 4, mask_rows=8, chunk_rows=4))
+    assert layout(7, 4, mask_rows=8, chunk_rows=4).chunks == 4, "each of them may be short of a chain of 3 by 2 rows"
+    assert rows.anchor_R.tolist()[7:] == [0, 0, 0, 1] + [2, 2, -1, -1] + [-1] * 8
+    assert rows.depth_R.tolist()[7:] == [1, 2, 3, 1] + [1, 2, 0, 0] + [0] * 8
+    with pytest.raises(PeagleError, match="a whole chain, at least 3 rows"):
+        layout(7, 4, chunk_rows=2)
 
 
 def test_capacity_helper():

@@ -13,17 +13,21 @@ from peagle.training import features as features_module
 from peagle.training.attention import causal_document_attend
 from peagle.training.batches import Batch, Place, Prefetcher, batches, generator, split_holdout
 from peagle.training.dataset import Document
+from peagle.training.distributed import Ranks
 from peagle.training.evaluate import count_rounds
 from peagle.training.features import OnlineFeatures, fill_batches, fill_cache, padded_causal_attend
 from peagle.training.setup import (
     choose_mask_token,
+    plan_rule,
     resolve_attention,
     row_layout,
     split_corpus,
 )
+from tests.training.tiny_drafter import tiny_drafter
 from tests.training.tiny_run import documents, recipe, tiny_target
 
 CPU = torch.device("cpu")
+RULE = plan_rule(recipe())
 
 
 def test_padded_documents_run_as_if_alone():
@@ -33,7 +37,7 @@ def test_padded_documents_run_as_if_alone():
     positions = torch.arange(7).repeat(2)
     hidden, taps = target(ids.flatten(), positions, padded_causal_attend(2, 7), (1, 3))
     for row, length in enumerate(lengths):
-        attend = causal_document_attend(torch.zeros(length, dtype=torch.int64), "dense")
+        attend = causal_document_attend(torch.zeros(length, dtype=torch.int64), "reference")
         alone_hidden, alone_taps = target(ids[row, :length], torch.arange(length), attend, (1, 3))
         torch.testing.assert_close(hidden[row * 7 : row * 7 + length], alone_hidden, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(taps[row * 7 : row * 7 + length], alone_taps, atol=1e-5, rtol=1e-5)
@@ -42,17 +46,17 @@ def test_padded_documents_run_as_if_alone():
 def test_gathered_features_are_those_of_the_right_tokens():
     """Taps of token i and the hidden state of token i + 1, from both sources."""
     target, data = tiny_target().model, documents(6)
-    layout = row_layout(recipe(), "dense", documents(4))
+    layout = row_layout(recipe(), documents(4), tiny_drafter().config, CPU)
     ids = [document.input_ids[:-1] for document in data]
     cached = fill_cache(target, (1, 3), ids, Console(quiet=True))
-    online = OnlineFeatures(target, (1, 3), "dense")
-    one, two = (next(batches(data, layout, source, 0, Place())) for source in (online, cached))
+    online = OnlineFeatures(target, (1, 3), "reference")
+    one, two = (next(batches(data, layout, RULE, source, 0, Place())) for source in (online, cached))
     real = one.rows.doc_R[: layout.positions] >= 0
     for left, right in zip(online.gather(one.features), cached.gather(two.features), strict=True):
         torch.testing.assert_close(left[real], right[real], atol=1e-5, rtol=1e-5)
     order = generator(0, (1 << 62)).permutation(len(data))
     first = data[order[0]]
-    attend = causal_document_attend(torch.zeros(len(first.input_ids), dtype=torch.int64), "dense")
+    attend = causal_document_attend(torch.zeros(len(first.input_ids), dtype=torch.int64), "reference")
     tokens = torch.from_numpy(first.input_ids).long()
     hidden, taps = target(tokens, torch.arange(len(tokens)), attend, (1, 3))
     count = len(tokens) - 2
@@ -61,10 +65,9 @@ def test_gathered_features_are_those_of_the_right_tokens():
     torch.testing.assert_close(gathered_hidden[:count], hidden[1 : count + 1], atol=1e-5, rtol=1e-5)
 
 
-def test_fill_batches_hold_every_document_once(monkeypatch):
-    monkeypatch.setattr(features_module, "FILL_TOKENS", 20)
+def test_fill_batches_hold_every_document_once():
     lengths = np.array([3, 30, 5, 5, 4, 9, 2])
-    parts = fill_batches(lengths)
+    parts = fill_batches(lengths, 20)
     assert sorted(np.concatenate(parts).tolist()) == list(range(7))
     assert all(len(part) == 1 or len(part) * lengths[part].max() <= 20 for part in parts)
     assert all(lengths[part[0]] == lengths[part].max() for part in parts)
@@ -79,20 +82,40 @@ def test_too_large_cache_names_both_sizes_and_the_remedy(monkeypatch):
 def test_batches_continue_from_any_place():
     data, layout, source = (
         documents(12),
-        row_layout(recipe(), "dense", documents(4)),
-        OnlineFeatures(tiny_target().model, (1,), "dense"),
+        row_layout(recipe(), documents(4), tiny_drafter().config, CPU),
+        OnlineFeatures(tiny_target().model, (1,), "reference"),
     )
-    stream = batches(data, layout, source, 3, Place())
+    stream = batches(data, layout, RULE, source, 3, Place())
     straight = [next(stream) for _ in range(9)]
     for number in (1, 4, 7):
         before = straight[number - 1]
-        place = Place(step=number, epoch=before.epoch, index=before.index + 1)
-        resumed = next(batches(data, layout, source, 3, place))
+        place = Place(pack=number, epoch=before.epoch, index=before.index + 1)
+        resumed = next(batches(data, layout, RULE, source, 3, place))
         expected = straight[number]
         assert (resumed.epoch, resumed.index) == (expected.epoch, expected.index)
         assert torch.equal(resumed.input_ids_P, expected.input_ids_P)
         assert torch.equal(resumed.rows.anchor_R, expected.rows.anchor_R)
     assert straight[-1].epoch > 0, "the nine batches cross an epoch"
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_ranks_share_the_packs_of_one_stream(world):
+    data, layout = documents(12), row_layout(recipe(), documents(4), tiny_drafter().config, CPU)
+    source = OnlineFeatures(tiny_target().model, (1,), "reference")
+    stream = batches(data, layout, RULE, source, 3, Place())
+    straight = [next(stream) for _ in range(4 * world)]
+    last = straight[0]  # of rank 0 in its first step: a run of `world` ranks resumes from what follows that step
+    for place, skipped in (
+        (Place(), 0),
+        (Place(pack=world, epoch=last.epoch, index=last.index + world), world),
+    ):
+        for rank in range(world):
+            mine = batches(data, layout, RULE, source, 3, place, Ranks(rank=rank, world=world))
+            for expected in straight[skipped + rank :: world]:
+                batch = next(mine)
+                assert (batch.epoch, batch.index) == (expected.epoch, expected.index)
+                assert torch.equal(batch.input_ids_P, expected.input_ids_P)
+                assert torch.equal(batch.rows.anchor_R, expected.rows.anchor_R)
 
 
 def test_prefetcher_passes_errors_on_and_stops():
@@ -101,8 +124,8 @@ def test_prefetcher_passes_errors_on_and_stops():
         raise RuntimeError("broken shard")
 
     def make() -> Batch:
-        data, layout = documents(4), row_layout(recipe(), "dense", documents(4))
-        return next(batches(data, layout, OnlineFeatures(tiny_target().model, (1,), "dense"), 0, Place()))
+        data, layout = documents(4), row_layout(recipe(), documents(4), tiny_drafter().config, CPU)
+        return next(batches(data, layout, RULE, OnlineFeatures(tiny_target().model, (1,), "reference"), 0, Place()))
 
     with Prefetcher(source(), CPU) as data:
         assert data.next().positions > 0

@@ -20,15 +20,17 @@ from peagle.training.dataset import Document
 from peagle.training.evaluate import evaluate
 from peagle.training.features import OnlineFeatures
 from peagle.training.lock import lock_output
+from peagle.training.log_file import LogFile
 from peagle.training.monitor import Monitor
 from peagle.training.rows import RowLayout
-from peagle.training.setup import check_prepared_for, split_corpus
+from peagle.training.setup import check_prepared_for, plan_rule, split_corpus
 from peagle.training.shards import Manifest, write_atomic
 from peagle.training.train_state import find_checkpoint, prepare_output, read_state
 from peagle.training.trainer import Trainer, train
 from tests.training.tiny_run import documents, recipe, run, tiny_target
 
 TOO_NARROW = "batch_positions 2"
+RULE = plan_rule(recipe())
 
 
 def fail(*args, **kwargs):
@@ -85,11 +87,11 @@ def test_documents_that_fit_no_pack_are_refused_or_left_out(tmp_path):
 @pytest.mark.timeout(60)
 def test_batches_and_evaluation_without_a_pack_raise(tmp_path):
     layout = RowLayout(positions=2, mask_rows=128, num_depths=4)
-    features = OnlineFeatures(tiny_target().model, (1,), "dense")
+    features = OnlineFeatures(tiny_target().model, (1,), "reference")
     with pytest.raises(PeagleError, match=f"no document fits {TOO_NARROW}"):
-        next(batches([late("a")], layout, features, 0, Place()))
+        next(batches([late("a")], layout, RULE, features, 0, Place()))
     with pytest.raises(PeagleError, match=f"no held-out document fits {TOO_NARROW}"):
-        evaluate(None, [late("a")], 0, layout, torch.device("cpu"))
+        evaluate(None, [late("a")], 0, layout, RULE, torch.device("cpu"))
 
 
 def sha256(text):
@@ -112,7 +114,7 @@ def test_train_checks_the_target_and_notes_unfinished_data(tmp_path, monkeypatch
     manifest = json.loads(Manifest(settings={}, prompt_files=[], sources={}, num_shards=2).to_json())
     monkeypatch.setattr(trainer_module, "load_documents", lambda data: (documents(10), manifest))
     monkeypatch.setattr(trainer_module, "resolve_model", lambda model: tmp_path)
-    monkeypatch.setattr(trainer_module, "load_target", fail)
+    monkeypatch.setattr(trainer_module, "load_training_target", fail)
     console = Console(record=True, quiet=False, width=200)
     with pytest.raises(PeagleError, match="disk full"):
         train("tiny", tmp_path / "data", tmp_path / "out", recipe(), console)
@@ -165,6 +167,8 @@ def test_rates_and_lengths_must_be_finite_and_positive(name, value):
         ("max_steps", (0, -1)),
         ("seed", (-1, 2**63)),
         ("warmup_steps", (-1, math.nan)),
+        ("ema_decay", (0.0, 1.0, -0.1, math.nan)),
+        ("keep", (0, -1)),
     ],
 )
 def test_other_settings_have_ranges(name, values):
@@ -182,6 +186,6 @@ def test_int8_needs_compact():
 def test_torn_log_lines_are_dropped_on_resume(tmp_path):
     log = tmp_path / "train.jsonl"
     log.write_bytes(b'{"step": 2}\n{"step": 4}\n{"step": 6}\n{"step": 4, "held_out": {"loss": 1.}\n\xff\x00{"st')
-    Monitor(log, Console(quiet=True), keep_to_step=4)
+    LogFile(log, keep_to_step=4)
     assert log.read_text() == '{"step": 2}\n{"step": 4}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
 from peagle.models.layers import Attend, RopeSpec
-from peagle.training.attention import attend_rows
+from peagle.training.attention import may_attend
 from peagle.training.rows import Packed, RowLayout, Rows, build_rows, pack_documents
 
 VOCAB = 50
@@ -30,10 +31,18 @@ def document(length: int, supervised: slice | None = None, seed: int = 0) -> Doc
     return Document(np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32), mask)
 
 
-def layout(positions: int, num_depths: int, keep_ratio: float = 1.0, mask_rows: int | None = None) -> RowLayout:
+def layout(
+    positions: int,
+    num_depths: int,
+    keep_ratio: float = 1.0,
+    mask_rows: int | None = None,
+    chunk_rows: int | None = None,
+) -> RowLayout:
     """A layout whose mask rows always suffice, unless their number is given."""
     rows = positions * (num_depths - 1) if mask_rows is None else mask_rows
-    return RowLayout(positions=positions, mask_rows=rows, num_depths=num_depths, keep_ratio=keep_ratio)
+    return RowLayout(
+        positions=positions, mask_rows=rows, num_depths=num_depths, keep_ratio=keep_ratio, chunk_rows=chunk_rows
+    )
 
 
 def pack_one(documents: Sequence[Document], shape: RowLayout) -> Packed:
@@ -42,13 +51,32 @@ def pack_one(documents: Sequence[Document], shape: RowLayout) -> Packed:
     return packed
 
 
-def rows_of(packed: Packed, pairs: Sequence[tuple[int, int]], mask_rows: int | None = None) -> Rows:
+def rows_of(packed: Packed, pairs: Sequence[tuple[int, int]]) -> Rows:
     """Rows of a pack with the given (anchor, depth) mask rows."""
     anchor, depth = np.array(pairs, np.int64).reshape(-1, 2).T
-    return build_rows(packed, anchor, depth, len(pairs) if mask_rows is None else mask_rows)
+    shape = RowLayout(positions=len(packed.doc_P), mask_rows=len(pairs), num_depths=int(depth.max()) + 1)
+    return build_rows(packed, anchor, depth, shape)
 
 
-def tiny_drafter(dtype: torch.dtype = torch.float64, num_layers: int = 3) -> PEagleDrafter:
+def dense_attend(rows: Rows, window: int | None = None) -> Attend:
+    """The relation as a mask over all pairs of rows: the formula that everything else is compared with.
+
+    Padding rows see themselves, so that their softmax stays finite.
+    """
+    a, d, doc = rows.anchor_R, rows.depth_R, rows.doc_R
+    mask = may_attend(a[:, None], d[:, None], doc[:, None], a[None], d[None], doc[None], window)
+    mask |= torch.eye(len(a), dtype=torch.bool, device=a.device)
+
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+    return attend
+
+
+def tiny_drafter(
+    dtype: torch.dtype = torch.float64, num_layers: int = 3, window: int | None = None, head_dim: int = 8
+) -> PEagleDrafter:
     """Three layers, grouped-query attention, everything random."""
     torch.manual_seed(1)
     config = DrafterConfig(
@@ -57,9 +85,9 @@ def tiny_drafter(dtype: torch.dtype = torch.float64, num_layers: int = 3) -> PEa
         num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         rms_norm_eps=1e-5,
-        rope=RopeSpec(theta=10000.0, head_dim=8),
+        rope=RopeSpec(theta=10000.0, head_dim=head_dim),
         max_position_embeddings=128,
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
@@ -67,6 +95,8 @@ def tiny_drafter(dtype: torch.dtype = torch.float64, num_layers: int = 3) -> PEa
         tap_ids=(1, 2, 3),
         mask_token_id=3,
         norm_before_fc=True,
+        sliding_window=window,
+        layer_types=None if window is None else ("sliding_attention",) * num_layers,
     )
     drafter = PEagleDrafter(config)
     torch.nn.init.normal_(drafter.mask_embedding)
@@ -82,9 +112,9 @@ def random_taps(drafter: PEagleDrafter, count: int, seed: int = 0) -> Tensor:
 def forward_rows(
     drafter: PEagleDrafter, packed: Packed, taps_PC: Tensor, rows: Rows, attend: Attend | None = None
 ) -> Tensor:
-    """Hidden states [R, H] of all rows, by the dense reference unless `attend` is given."""
+    """Hidden states [R, H] of all rows, by the dense formula unless `attend` is given."""
     ids_P = torch.from_numpy(packed.input_ids_P)
     count = len(rows.anchor_R) - len(ids_P)
     embeds = torch.cat((drafter.embed_tokens(ids_P), drafter.mask_embedding.expand(count, -1)))
     features = torch.cat((drafter.combine(taps_PC), drafter.mask_feature().expand(count, -1)))
-    return drafter(embeds, features, rows.position_R, attend or attend_rows(rows, "dense"))
+    return drafter(embeds, features, rows.position_R, attend or dense_attend(rows))

@@ -63,12 +63,18 @@ def recipe(**changes: object) -> TrainConfig:
     settings: dict[str, object] = {
         "num_layers": 2, "num_depths": 4, "tap_ids": (1, 2, 3), "mask_token_id": MASK, "batch_positions": 64,
         "loss_chunk": 64, "warmup_steps": 2, "max_steps": 6, "device": "cpu", "log_interval": 2, "save_interval": 1000,
-        "holdout": 2,
+        "holdout": 2, "serve_tokens": 0,
     }  # fmt: skip
     return TrainConfig(**{**settings, **changes})  # type: ignore[arg-type]  # mixed value types
 
 
-def run(out: Path, config: TrainConfig, data: list[Document] | None = None, data_hash: str = "data") -> TrainResult:
+def run(
+    out: Path,
+    config: TrainConfig,
+    data: list[Document] | None = None,
+    data_hash: str = "data",
+    target: Target | None = None,
+) -> TrainResult:
     """Train quietly on `data` (ten documents by default)."""
     torch.set_num_threads(1)
-    return train_head(tiny_target(), data or documents(10), data_hash, out, config, Console(quiet=True))
+    return train_head(target or tiny_target(), data or documents(10), data_hash, out, config, Console(quiet=True))

@@ -1,0 +1,31 @@
+"""Run a function on two processes that talk by gloo, as `torchrun` would start them."""
+
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.multiprocessing
+
+from peagle.training.distributed import Ranks, process_group
+
+
+def on_two_ranks(function: Callable[..., None], *arguments: object, device: str = "cpu") -> None:
+    """Call `function(ranks, *arguments)` on both; a failure on either is raised here. Both must be picklable.
+
+    With device "cuda" each has a GPU of its own and they talk by NCCL.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_run, (port, device, function, arguments), nprocs=2)
+
+
+def _run(rank: int, port: int, device: str, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    ranks = Ranks.from_environment(os.environ)
+    with process_group(ranks, ranks.own_device(torch.device(device))):
+        function(ranks, *arguments)
