@@ -66,24 +66,24 @@ class Case:
     partition: str
     attention: str
     segments: int = 1
+    chunk_rows: int | None = None
     compile: bool = False
     checkpoint: bool = False
     longest: int = LENGTHS[-1]
 
 
 CASES = (
-    Case(partition="prefix-once", attention="kernel"),
-    Case(partition="prefix-once", attention="kernel", compile=True, longest=8192),
-    Case(partition="prefix-once", attention="kernel", checkpoint=True),
+    Case(partition="prefix-once", attention="kernel", chunk_rows=4096),
     Case(partition="flat", attention="kernel"),
-    Case(partition="flat", attention="kernel", compile=True, longest=8192),
-    Case(partition="algorithm1", attention="kernel", segments=2),
     Case(partition="algorithm1", attention="kernel", segments=4),
+    Case(partition="prefix-once", attention="kernel", chunk_rows=4096, checkpoint=True),
+    Case(partition="algorithm1", attention="kernel", segments=2),
     Case(partition="algorithm1", attention="kernel", segments=8),
-    Case(partition="prefix-once", attention="flex", longest=16384),
-    Case(partition="flat", attention="flex", longest=16384),
-    Case(partition="prefix-once", attention="reference", longest=8192),
-    Case(partition="flat", attention="reference", longest=16384),
+    Case(partition="prefix-once", attention="kernel", chunk_rows=16384),
+    Case(partition="prefix-once", attention="reference", chunk_rows=4096, longest=8192),
+    Case(partition="flat", attention="reference", longest=8192),
+    Case(partition="prefix-once", attention="flex", chunk_rows=4096, longest=8192),
+    Case(partition="flat", attention="flex", longest=8192),
 )
 
 
@@ -93,6 +93,7 @@ class MemoryRow:
 
     partition: str
     segments: int
+    chunk_rows: int | None
     attention: str
     compile: bool
     checkpoint_activations: bool
@@ -163,6 +164,7 @@ class Bench:
         return MemoryRow(
             partition=case.partition,
             segments=case.segments,
+            chunk_rows=case.chunk_rows,
             attention=case.attention,
             compile=case.compile,
             checkpoint_activations=case.checkpoint,
@@ -187,6 +189,7 @@ class Bench:
             supervised_share=1.0,
             partition=case.partition,
             segments=case.segments,
+            chunk_rows=case.chunk_rows,
             compile=case.compile,
             checkpoint_activations=case.checkpoint,
             attention=case.attention,
