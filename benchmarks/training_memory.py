@@ -1,6 +1,6 @@
 """Peak memory and speed of one training step against sequence length: every partition, every attention backend.
 
-    python -m benchmarks.training_memory --out benchmarks/results/training-memory-gpt-oss-20b-shape.json
+    python -m benchmarks.training_memory --out benchmarks/results/training-memory-gpt-oss-20b.json [--draw]
 
 A 4-layer head of gpt-oss-20b's sizes with the full vocabulary, random features, one document of N supervised positions,
 K = 8, r = 0.8. A step is everything the trainer does: forward and backward passes, normalising and clipping, Muon and
@@ -11,7 +11,7 @@ rows at the device's bf16 peak.
 import argparse
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import command
-from peagle.bench.report import write_result
+from peagle.bench.report import read_result, write_result
 from peagle.config import TrainConfig
 from peagle.drafters.eagle3 import DrafterConfig
 from peagle.drafters.p_eagle import PEagleDrafter
@@ -277,10 +277,39 @@ def measure(bench: Bench, lengths: list[int], repeats: int, budget: float) -> It
             yield row
 
 
+def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Memory of a step beyond what stands, and rows/s, over the length of the sequence. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    shown = [row for row in rows if row["attention"] == "kernel" and not row["compile"] and not row["out_of_memory"]]
+    names = {_legend(row): None for row in shown}
+    for name in names:
+        points = sorted((row for row in shown if _legend(row) == name), key=lambda row: row["positions"])
+        x = [row["positions"] for row in points]
+        left.plot(x, [row["peak_gib"] - row["standing_gib"] for row in points], marker="o", markersize=4, label=name)
+        right.plot(x, [row["rows_per_second"] for row in points], marker="o", markersize=4, label=name)
+    for axes, title in ((left, "GiB of a step beyond parameters and optimiser"), (right, "rows/s, whole steps")):
+        axes.set(title=title, xlabel="positions", xscale="log", ylim=(0, None))
+        axes.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS], minor=False)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    right.legend(fontsize="small")
+    figure.savefig(out, dpi=110)
+
+
+def _legend(row: Mapping[str, Any]) -> str:
+    segments = f", {row['segments']} segments" if row["partition"] == "algorithm1" else ""
+    chunks = f", chunks of {row['chunk_rows']:,}" if row["chunk_rows"] else ""
+    return f"{row['partition']}{segments}{chunks}{', checkpointed' if row['checkpoint_activations'] else ''}"
+
+
 def main() -> None:
     """Measure and write the result file after every row, so that an interrupted run leaves what it has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--draw", action="store_true", help="measure nothing, draw OUT beside it")
     parser.add_argument("--shape", choices=SHAPES, default="gpt-oss-20b")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--layers", type=int, default=4)
@@ -288,6 +317,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no further case is begun")
     arguments = parser.parse_args()
+    if arguments.draw:
+        draw(read_result(arguments.out)["results"]["rows"], arguments.out.with_suffix(".png"))
+        return
     device = torch.device("cuda")
     bench = Bench(SHAPES[arguments.shape], device, arguments.layers, arguments.depths)
     settings: dict[str, Any] = {"command": command(), "shape": arguments.shape, "keep_ratio": 0.8, **vars(arguments)}

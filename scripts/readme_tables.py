@@ -1,4 +1,4 @@
-"""Fill the tables of the README and the model cards from benchmarks/results/*.json.
+"""Fill the tables of the README, the model cards and the docs from benchmarks/results/*.json.
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results -->`.
 
@@ -10,7 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from peagle.bench.report import read_result, render_block
+from peagle.bench.report import read_result
+from peagle.bench.tables import render_block
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -29,7 +30,7 @@ def fill(readme: str, results: Path, to_root: str = "") -> str:
 
 def main(arguments: list[str]) -> int:
     stale = []
-    for path in (ROOT / "README.md", *sorted(ROOT.glob("heads/*/README.md"))):
+    for path in (ROOT / "README.md", *sorted(ROOT.glob("heads/*/README.md")), *sorted(ROOT.glob("docs/*.md"))):
         current = path.read_text(encoding="utf-8")
         to_root = "../" * (len(path.relative_to(ROOT).parts) - 1)
         wanted = fill(current, ROOT / "benchmarks" / "results", to_root)

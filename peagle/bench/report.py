@@ -2,19 +2,18 @@
 
 A result is one JSON file: `name`, `created` (UTC), `machine`, `versions`, `settings` (whatever it takes to run it
 again, the command included) and `results` ({"rows": [...]}, one of the row classes below per row). Every number the
-README shows is rendered from such a file by `render_block`.
+README shows is rendered from such a file (`peagle.bench.tables`).
 """
 
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import peagle
@@ -133,112 +132,6 @@ def read_result(path: Path | str) -> dict[str, Any]:
     if missing:
         raise PeagleError(f"{path} is no result file: it lacks {', '.join(sorted(missing))}")
     return document
-
-
-def render_block(name: str, result: Json | None) -> str:
-    """Markdown for one result: its table and a line that says where it was measured. None: not measured yet."""
-    if result is None:
-        return f"*Not measured yet: `benchmarks/results/{name}.json` will fill this table.*"
-    for prefix, render in _TABLES.items():
-        if name.startswith(prefix):
-            return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
-    raise PeagleError(f"no table is known for the result {name!r}: names start with {', '.join(_TABLES)}")
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is right-aligned."""
-    ruler = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
-
-
-def _acceptance(rows: Sequence[Json]) -> str:
-    header = ("suite", "T", "K", "AL", "AL without loops", "accepted at position 1, 2, ...", "prompts", "tokens")
-    several = any(row.get("head") for row in rows)  # results of earlier versions name none
-    return markdown_table(
-        ("head", *header) if several else header,
-        [
-            (
-                *((row["head"],) if several else ()),
-                row["suite"],
-                f"{row['temperature']:g}",
-                str(row["num_speculative_tokens"]),
-                f"**{row['acceptance_length']:.2f}**",
-                f"{row['acceptance_length_without_loops']:.2f}",
-                " ".join(f"{share:.2f}" for share in row["accepted_share_per_position"]),
-                str(row["prompts"]),
-                f"{row['tokens']:,}",
-            )
-            for row in rows
-        ],
-    )
-
-
-def _speed(rows: Sequence[Json]) -> str:
-    header = ("K", "plain tok/s", "P-EAGLE tok/s", "ratio", "AL", "prompts", "tokens")
-    return markdown_table(
-        header,
-        [
-            (
-                str(row["num_speculative_tokens"]),
-                f"{row['tokens_per_second_plain']:.1f}",
-                f"{row['tokens_per_second']:.1f}",
-                f"**{row['ratio']:.2f}x**",
-                f"{row['acceptance_length']:.2f}",
-                str(row["prompts"]),
-                f"{row['tokens']:,}",
-            )
-            for row in rows
-        ],
-    )
-
-
-def _lossless(rows: Sequence[Json]) -> str:
-    return markdown_table(
-        ("T", "K", "requests at once", "identical outputs"),
-        [
-            (
-                f"{row['temperature']:g}",
-                str(row["num_speculative_tokens"]),
-                str(row["batch_size"]),
-                f"{row['identical']} of {row['prompts']}",
-            )
-            for row in rows
-        ],
-    )
-
-
-def _curve(rows: Sequence[Json]) -> str:
-    return markdown_table(
-        ("run", "within", "AL", "AL implied by held-out text", "positions", "seconds", "step"),
-        [
-            (
-                row["run"],
-                row["budget"],
-                f"**{row['acceptance_length']:.2f}**",
-                "" if row["implied_acceptance_length"] is None else f"{row['implied_acceptance_length']:.2f}",
-                f"{row['positions']:,}",
-                f"{row['seconds']:,.0f}",
-                f"{row['step']:,}",
-            )
-            for row in rows
-        ],
-    )
-
-
-_TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
-    {"acceptance-": _acceptance, "cpu-speed-": _speed, "lossless-": _lossless, "train-curve": _curve}
-)
-
-
-def _measured_on(name: str, result: Json) -> str:
-    machine, versions = result["machine"], result["versions"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    line = (
-        f"<sub>{where}; torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'}); "
-        f"{result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
-    )
-    command = result["settings"].get("command")
-    return line + (f"; `{command}`</sub>" if command else "</sub>")
 
 
 def _as_json(value: object) -> Any:

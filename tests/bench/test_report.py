@@ -10,12 +10,11 @@ from peagle.bench.report import (
     CurveRow,
     LosslessRow,
     SpeedRow,
-    markdown_table,
     provenance,
     read_result,
-    render_block,
     write_result,
 )
+from peagle.bench.tables import markdown_table, render_block
 from peagle.errors import PeagleError
 
 ACCEPTANCE = AcceptanceRow(
@@ -49,6 +48,30 @@ CURVE = CurveRow(
     acceptance_length=2.4,
     implied_acceptance_length=2.513,
 )
+MEMORY = {
+    "partition": "algorithm1",
+    "segments": 4,
+    "chunk_rows": None,
+    "attention": "kernel",
+    "compile": False,
+    "checkpoint_activations": True,
+    "positions": 8192,
+    "rows": 34073,
+    "out_of_memory": False,
+    "peak_gib": 15.0,
+    "standing_gib": 10.0,
+    "seconds": 0.5,
+    "rows_per_second": 68146.0,
+    "utilisation": 0.49,
+}
+TRAINING = {
+    "shape": "tiny",
+    "method": "p-eagle",
+    "positions_per_second": 323680.0,
+    "rows_per_second": 1029213.0,
+    "utilisation": 0.3057,
+    "data_wait_share": 0.033,
+}
 LOSSLESS = LosslessRow(num_speculative_tokens=7, batch_size=8, temperature=0.0, prompts=50, identical=49)
 
 
@@ -80,6 +103,18 @@ def test_a_result_says_where_it_comes_from(tmp_path):
         ("train-curve-x", CURVE, "| EAGLE-3 | 100 seconds | **2.40** | 2.51 | 4,000,000 | 99 | 500 |"),
         ("cpu-speed-x", SPEED, "| 5 | 30.0 | 45.1 | **1.50x** | 2.60 | 10 | 1,280 |"),
         ("lossless-x", LOSSLESS, "| 0 | 7 | 8 | 49 of 50 |"),
+        ("heads-x", replace(ACCEPTANCE, head="a"), "| a | 3 | 2.44 |"),
+        (
+            "training-memory-x",
+            MEMORY,
+            "| algorithm1 (4 segments, checkpointed) | kernel | 8,192 | 34,073 | 5.0 | 0.50 | 68,146 | 49 % |",
+        ),
+        (
+            "training-memory-x",
+            {**MEMORY, "out_of_memory": True, "partition": "flat", "checkpoint_activations": False},
+            "| flat | kernel | 8,192 | 34,073 | out of memory |  |  |  |",
+        ),
+        ("training-speed-x", TRAINING, "| tiny | p-eagle | **323,680** | 1,029,213 | 31 % | 3 % |"),
     ],
 )
 def test_tables(tmp_path, name, row, cells):

@@ -1,0 +1,192 @@
+"""Markdown tables of result files, chosen by the beginning of the result's name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from peagle.errors import PeagleError
+
+Json = Mapping[str, Any]
+
+
+def render_block(name: str, result: Json | None) -> str:
+    """Markdown for one result: its table and a line that says where it was measured. None: not measured yet."""
+    if result is None:
+        return f"*Not measured yet: `benchmarks/results/{name}.json` will fill this table.*"
+    for prefix, render in _TABLES.items():
+        if name.startswith(prefix):
+            return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
+    raise PeagleError(f"no table is known for the result {name!r}: names start with {', '.join(_TABLES)}")
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; every column but the first is right-aligned."""
+    ruler = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
+
+
+def _acceptance(rows: Sequence[Json]) -> str:
+    header = ("suite", "T", "K", "AL", "AL without loops", "accepted at position 1, 2, ...", "prompts", "tokens")
+    several = any(row.get("head") for row in rows)  # results of earlier versions name none
+    return markdown_table(
+        ("head", *header) if several else header,
+        [
+            (
+                *((row["head"],) if several else ()),
+                row["suite"],
+                f"{row['temperature']:g}",
+                str(row["num_speculative_tokens"]),
+                f"**{row['acceptance_length']:.2f}**",
+                f"{row['acceptance_length_without_loops']:.2f}",
+                " ".join(f"{share:.2f}" for share in row["accepted_share_per_position"]),
+                str(row["prompts"]),
+                f"{row['tokens']:,}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _speed(rows: Sequence[Json]) -> str:
+    header = ("K", "plain tok/s", "P-EAGLE tok/s", "ratio", "AL", "prompts", "tokens")
+    return markdown_table(
+        header,
+        [
+            (
+                str(row["num_speculative_tokens"]),
+                f"{row['tokens_per_second_plain']:.1f}",
+                f"{row['tokens_per_second']:.1f}",
+                f"**{row['ratio']:.2f}x**",
+                f"{row['acceptance_length']:.2f}",
+                str(row["prompts"]),
+                f"{row['tokens']:,}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _lossless(rows: Sequence[Json]) -> str:
+    return markdown_table(
+        ("T", "K", "requests at once", "identical outputs"),
+        [
+            (
+                f"{row['temperature']:g}",
+                str(row["num_speculative_tokens"]),
+                str(row["batch_size"]),
+                f"{row['identical']} of {row['prompts']}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _curve(rows: Sequence[Json]) -> str:
+    return markdown_table(
+        ("run", "within", "AL", "AL implied by held-out text", "positions", "seconds", "step"),
+        [
+            (
+                row["run"],
+                row["budget"],
+                f"**{row['acceptance_length']:.2f}**",
+                "" if row["implied_acceptance_length"] is None else f"{row['implied_acceptance_length']:.2f}",
+                f"{row['positions']:,}",
+                f"{row['seconds']:,.0f}",
+                f"{row['step']:,}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _heads(rows: Sequence[Json]) -> str:
+    """Acceptance length alone: one line per head and K, a column per suite."""
+    suites = list(dict.fromkeys(row["suite"] for row in rows))
+    lines = dict.fromkeys((row["head"], row["num_speculative_tokens"]) for row in rows)
+    of = {(row["head"], row["num_speculative_tokens"], row["suite"]): row["acceptance_length"] for row in rows}
+    return markdown_table(
+        ("head", "K", *suites),
+        [(head, str(k), *(f"{of[head, k, suite]:.2f}" for suite in suites)) for head, k in lines],
+    )
+
+
+def _training_memory(rows: Sequence[Json]) -> str:
+    header = ("partition", "attention", "positions", "rows", "GiB for the step", "s", "rows/s", "of bf16 peak")
+    return markdown_table(
+        header,
+        [
+            (
+                _way(row),
+                row["attention"],
+                f"{row['positions']:,}",
+                f"{row['rows']:,}",
+                *_step_figures(row),
+            )
+            for row in sorted(rows, key=lambda row: row["positions"])
+        ],
+    )
+
+
+def _way(row: Json) -> str:
+    """A partition and what was set with it."""
+    notes = [
+        f"{row['segments']} segments" if row["partition"] == "algorithm1" else "",
+        f"chunks of {row['chunk_rows']:,}" if row["chunk_rows"] else "",
+        "checkpointed" if row["checkpoint_activations"] else "",
+        "compiled" if row["compile"] else "",
+    ]
+    said = ", ".join(note for note in notes if note)
+    return f"{row['partition']} ({said})" if said else str(row["partition"])
+
+
+def _step_figures(row: Json) -> tuple[str, str, str, str]:
+    if row["out_of_memory"]:
+        return ("out of memory", "", "", "")
+    return (
+        f"{row['peak_gib'] - row['standing_gib']:.1f}",
+        f"{row['seconds']:.2f}",
+        f"{row['rows_per_second']:,.0f}",
+        f"{100 * row['utilisation']:.0f} %",
+    )
+
+
+def _training_speed(rows: Sequence[Json]) -> str:
+    header = ("shape", "method", "positions/s", "rows/s", "of bf16 peak", "waiting for data")
+    return markdown_table(
+        header,
+        [
+            (
+                row["shape"],
+                row["method"],
+                f"**{row['positions_per_second']:,.0f}**",
+                f"{row['rows_per_second']:,.0f}",
+                f"{100 * row['utilisation']:.0f} %",
+                f"{100 * row['data_wait_share']:.0f} %",
+            )
+            for row in rows
+        ],
+    )
+
+
+_TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
+    {
+        "acceptance-": _acceptance,
+        "heads-": _heads,
+        "cpu-speed-": _speed,
+        "lossless-": _lossless,
+        "train-curve": _curve,
+        "training-memory-": _training_memory,
+        "training-speed-": _training_speed,
+    }
+)
+
+
+def _measured_on(name: str, result: Json) -> str:
+    machine, versions = result["machine"], result["versions"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    line = (
+        f"<sub>{where}; torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'}); "
+        f"{result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
+    )
+    command = result["settings"].get("command")
+    return line + (f"; `{command}`</sub>" if command else "</sub>")
