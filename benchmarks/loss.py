@@ -108,7 +108,7 @@ def _slab(args: argparse.Namespace, vocab: int, hidden: int, backend: str) -> Sl
     states = torch.randn(rows, hidden, device=device).bfloat16()
     target_states = torch.randn(targets, hidden, device=device).bfloat16()
     index = np.minimum(np.arange(rows) // args.rows_per_target, targets - 1)
-    plan = plan_loss_rows(np.arange(rows), index, np.zeros(rows, np.int64), np.ones(rows, np.float32), rows)
+    plan = plan_loss_rows(np.arange(rows), index, np.ones(rows, np.float32), rows)
     plan = map_tensors(plan, lambda tensor: tensor.to(device))
     head_grad = torch.zeros(vocab, hidden, device=device)
     loss = HeadLoss(head, head_grad, target_head, None, backend=backend)

@@ -153,10 +153,10 @@ def run_series(
             print(f"{args.seconds:g} s are over: {series.shape.name} ends before N = {length:,}", flush=True)
             break
         static = index == 0 or args.static
-        row = measure(model, series, length, device, static=static)
+        row = measure(model, series, length, device, args.loss, static=static)
         if row.failure not in (None, OUT_OF_MEMORY) and not static:
             print(f"{_line(row)}; once more, compiled for this length", flush=True)
-            row = measure(model, series, length, device, static=True)
+            row = measure(model, series, length, device, args.loss, static=True)
         yield row
         if row.failure is not None:
             break
@@ -215,13 +215,13 @@ def compile_parts(model: Any) -> None:
     model.forward = types.MethodType(getattr(forward, "__wrapped__", forward), model)
 
 
-def measure(model: Any, series: Series, length: int, device: torch.device, *, static: bool) -> PeerRow:
+def measure(model: Any, series: Series, length: int, device: torch.device, loss_form: str, *, static: bool) -> PeerRow:
     """Warm up, then time forward and backward at one length, with fresh graphs for it if `static`."""
     if static:
         torch.compiler.reset()
     batch = random_batch(series.shape, length, device)
     losses = importlib.import_module("speculators.losses")
-    loss = losses.resolve_loss_config("kl_div", "fused" if device.type == "cuda" else "eager")
+    loss = losses.resolve_loss_config("kl_div", loss_form if device.type == "cuda" else "eager")
     call = batch | SAMPLING | {"loss_config": loss, "max_anchors": None}
     rows = count_rows(length, device)
     failure, measured = None, {}
@@ -344,7 +344,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "documents": "one, every position supervised, random features",
         "precision": "float32 parameters, bfloat16 autocast, as the peer's trainer",
         "attention": "eager (CPU)" if args.toy else "FlexAttention (simple_flex_attention, its default)",
-        "loss": "kl_div, " + ("eager (CPU)" if args.toy else "fused Triton kernels (its default)"),
+        "loss": f"kl_div, {'eager (CPU)' if args.toy else args.loss} (its default: fused Triton kernels)",
         "trained": "embeddings, fc, mask_hidden, layers, norm; the output head is frozen, as its trainer does it",
         "compile": "the whole forward, as the peer does it" if args.compile == "whole" else "attention and mask only",
         "warm_ups": WARM_UPS,
@@ -360,6 +360,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: a check that the script runs")
     parser.add_argument("--shapes", nargs="+", default=[GPT_OSS.name, SMOLLM2.name])
     parser.add_argument("--compile", choices=("whole", "parts"), default="whole")
+    parser.add_argument(
+        "--loss",
+        choices=("fused", "eager"),
+        default="fused",
+        help="its Triton kernels, or torch; torch 2.11 cannot compile the whole forward around the kernels",
+    )
     parser.add_argument("--static", action="store_true", help="compile for every length anew; takes longer to compile")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no length after this many seconds")
     args = parser.parse_args()

@@ -11,7 +11,6 @@ import argparse
 import json
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,10 +60,11 @@ class SpeedOfTraining:
 
 
 class BusyMeter:
-    """Samples NVML's utilisation in a thread."""
+    """Samples NVML's utilisation in a thread, each time with the number of reports that the log holds by then."""
 
-    def __init__(self) -> None:
-        self.samples: list[tuple[float, float]] = []
+    def __init__(self, log: Path) -> None:
+        self.samples: list[tuple[int, float]] = []
+        self._log = log
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
@@ -78,7 +78,12 @@ class BusyMeter:
 
     def _work(self) -> None:
         while not self._stop.wait(0.25):
-            self.samples.append((time.perf_counter(), float(torch.cuda.utilization())))
+            reports = self._log.read_text().count("\n") if self._log.exists() else 0
+            self.samples.append((reports, float(torch.cuda.utilization())))
+
+    def between(self, first: int, last: int) -> float:
+        """Mean of the samples taken while the log held `first` to `last` - 1 reports."""
+        return float(np.mean([share for reports, share in self.samples if first <= reports < last]))
 
 
 def random_target(spec: ModelSpec, device: torch.device) -> Target:
@@ -129,16 +134,14 @@ def measure(arguments: argparse.Namespace, method: str) -> SpeedOfTraining:
         serve_tokens=0,
         compact=arguments.frozen_tables,
     )
-    with tempfile.TemporaryDirectory() as folder, BusyMeter() as meter:
+    with tempfile.TemporaryDirectory() as folder, BusyMeter(Path(folder) / "train.jsonl") as meter:
         out = Path(folder)
         target = random_target(spec, device)
         train_head(target, random_documents(spec, arguments.tokens), "random", out, config, Console())
         lines = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
-        finished = time.perf_counter()
-    reports = [line for line in lines if "positions_per_second" in line][WARM_UP_REPORTS:-1]
+    every = [line for line in lines if "positions_per_second" in line]
+    reports = every[WARM_UP_REPORTS:-1]
     first, last = reports[0], reports[-1]
-    begin = finished - (last["seconds"] - first["seconds"])
-    busy = [share for moment, share in meter.samples if begin <= moment <= finished - 1.0]
 
     def median(name: str) -> float:
         return float(np.median([report[name] for report in reports]))
@@ -154,7 +157,7 @@ def measure(arguments: argparse.Namespace, method: str) -> SpeedOfTraining:
         positions_per_second=median("positions_per_second"),
         rows_per_second=rows * median("positions_per_second"),
         utilisation=median("mfu") if reports[0].get("mfu") is not None else None,
-        gpu_busy_percent=float(np.mean(busy)),
+        gpu_busy_percent=meter.between(WARM_UP_REPORTS, len(every) - 1),
         data_wait_share=median("data_wait_share"),
         peak_gib=median("memory_gib"),
     )

@@ -194,19 +194,25 @@ def extract(
 
 
 @app.command(epilog=EXAMPLES["train"])
-@with_flags(TrainConfig, TRAIN_FLAGS)
+@with_flags(TrainConfig, TRAIN_FLAGS, aliases={"num_depths": "--max-depth"})
 def train(
     model: Model,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder that `peagle prepare` wrote.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for checkpoints, log and head.")],
     config: TrainConfig,
     recipe: RecipeFile = None,  # noqa: ARG001  # has done its work when this runs
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Insist on a run to go on with; one that is there is continued anyway.")
+    ] = False,
 ) -> None:
     """Train a head for a target on the answers the target itself gave."""
     from rich.console import Console
 
+    from peagle.training.train_state import require_checkpoint
     from peagle.training.trainer import train as run_train
 
+    if resume:
+        require_checkpoint(out)
     run_train(model, data, out, config, Console(stderr=True))
 
 

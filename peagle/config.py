@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -75,7 +75,11 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine. `max_model_len` None means the target's own context length."""
+    """Sizes of one engine. `max_model_len` None means the target's own context length.
+
+    `load_format` "dummy" draws the target's weights at random, for benchmarks. `kernels` is the form of the small
+    operations between the matmuls (norms, rotation, gates) and of attention in steps that only decode.
+    """
 
     dtype: str = "auto"
     device: str = "auto"
@@ -85,20 +89,18 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     attention: str = "auto"
+    load_format: str = "auto"
+    kernels: str = "torch"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
-        if self.attention not in ("auto", "torch", "triton"):
-            raise PeagleError(f"attention {self.attention!r} is not known: use auto, torch or triton")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            if getattr(self, name) < 1:
-                raise PeagleError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        for name in ("max_model_len", "num_kv_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PeagleError(f"{name} is {value}: it must be at least 1, or left out")
+        _check_choice(self, "attention", "auto", "torch", "triton")
+        _check_choice(self, "load_format", "auto", "dummy")
+        _check_choice(self, "kernels", "torch", "triton")
+        _check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
+        _check_at_least(self, 1, "max_model_len", "num_kv_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +120,7 @@ class SelfPromptConfig:
         _check_at_least(self, 1, "count", "max_tokens", "max_num_seqs")
         if self.temperature == 0.0:
             raise PeagleError("temperature is 0: every draw would be the same, give a positive number")
-        if not 0 <= self.seed < 2**23:
-            raise PeagleError(f"seed is {self.seed}: it must be in 0 .. {2**23 - 1}")
+        _check_between(self, 0, 2**23 - 1, "seed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +138,11 @@ class PrepareConfig:
     max_prompt_tokens: int = 1024
     dtype: str = "auto"
     device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "shard_size", "limit", "max_num_seqs", "max_prompt_tokens")
+        if not self.temperatures or len(set(self.temperatures)) != len(self.temperatures):
+            raise PeagleError(f"temperatures are {list(self.temperatures)}: give at least one, each only once")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,43 +225,16 @@ class TrainConfig:
     int8: bool = False
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "loss_chunk")
-        _check_at_least(self, 1, "log_interval", "save_interval", "keep")
+        _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "segments", "loss_chunk", "accumulate")
+        _check_at_least(self, 1, "max_steps", "log_interval", "save_interval", "eval_interval", "keep")
         _check_at_least(self, 0, "warmup_steps", "holdout", "serve_tokens")
-        _check_positive(self, "epochs", "muon_lr", "adamw_lr", "clip_norm")
-        _check_share(self, "keep_ratio", "depth_decay")
-        _check_at_least(self, 1, "segments", "accumulate")
-        if self.partition == "algorithm1" and self.segments > self.batch_positions:
-            raise PeagleError(
-                f"segments is {self.segments}: more than the {self.batch_positions} positions of a step, lower it"
-            )
-        if self.serve_k is not None and not 1 <= self.serve_k <= MAX_SPECULATIVE_TOKENS:
-            raise PeagleError(f"serve_k is {self.serve_k}: it must be in 1 .. {MAX_SPECULATIVE_TOKENS}")
-        self._check_window()
-        if self.eval_interval is not None:
-            _check_at_least(self, 1, "eval_interval")
-        if self.chunk_rows is not None:
-            _check_at_least(self, max(1, self.num_depths - 1), "chunk_rows")
-        if not 0.0 <= self.tv_weight <= 1.0:
-            raise PeagleError(f"tv_weight is {self.tv_weight}: it must be in [0, 1]")
-        if self.max_steps is not None:
-            _check_at_least(self, 1, "max_steps")
-        if self.max_seconds is not None:
-            _check_positive(self, "max_seconds")
-        if self.supervised_share is not None:
-            _check_share(self, "supervised_share")
-        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
-            raise PeagleError(f"ema_decay is {self.ema_decay}: it must be in (0, 1), or left out")
-        if not 0.0 <= self.min_keep <= 1.0:
-            raise PeagleError(f"min_keep is {self.min_keep}: it must be in [0, 1]")
-        if not 0 <= self.seed < 2**63:
-            raise PeagleError(f"seed is {self.seed}: it must be in 0 .. {2**63 - 1}")
-        if self.int8 and not self.compact:
-            raise PeagleError("int8 needs compact: 8-bit layers exist in the compact layout only, ask for both")
-        if self.features is not None and self.cache_features:
-            raise PeagleError(
-                "features and cache_features exclude each other: read features from files or compute them"
-            )
+        _check_at_least(self, max(1, self.num_depths - 1), "chunk_rows")  # a chain is never cut
+        _check_positive(self, "epochs", "muon_lr", "adamw_lr", "clip_norm", "max_seconds")
+        _check_share(self, "(0, 1]", "keep_ratio", "depth_decay", "supervised_share")
+        _check_share(self, "[0, 1]", "min_keep", "tv_weight")
+        _check_share(self, "(0, 1)", "ema_decay")
+        _check_between(self, 1, MAX_SPECULATIVE_TOKENS, "serve_k")
+        _check_between(self, 0, 2**63 - 1, "seed")
         _check_choice(self, "method", "p-eagle", "eagle3")
         _check_choice(self, "partition", "prefix-once", "algorithm1", "flat")
         _check_choice(self, "parallel", "ddp", "fsdp")
@@ -263,17 +242,34 @@ class TrainConfig:
         _check_choice(self, "depth_weight", "flat", "per-depth", "gamma")
         _check_choice(self, "optimizer", "muon", "adamw")
         _check_choice(self, "attention", "auto", "reference", "flex", "kernel")
+        self._check_window()
+        self._check_together()
+
+    @property
+    def served_drafts(self) -> int:
+        """K of the decoding that an evaluation runs."""
+        return self.serve_k or min(self.num_depths, MAX_SPECULATIVE_TOKENS)
+
+    def _check_together(self) -> None:
+        """Settings that are right or wrong only beside others."""
+        for name, counts in (("num_depths", True), ("segments", self.partition == "algorithm1")):
+            if counts and getattr(self, name) > self.batch_positions:
+                raise PeagleError(
+                    f"{name} is {getattr(self, name)}: more than the {self.batch_positions} positions of a step, "
+                    "lower it"
+                )
+        if self.int8 and not self.compact:
+            raise PeagleError("int8 needs compact: 8-bit layers exist in the compact layout only, ask for both")
+        if self.features is not None and self.cache_features:
+            raise PeagleError(
+                "features and cache_features exclude each other: read features from files or compute them"
+            )
         if self.compile and self.partition == "algorithm1":
             raise PeagleError(
                 "compile needs steps of one shape and algorithm1 has none: use prefix-once, or no compile"
             )
         if self.compile and self.checkpoint_activations:
             raise PeagleError("compile and checkpoint_activations exclude each other: choose one")
-
-    @property
-    def served_drafts(self) -> int:
-        """K of the decoding that an evaluation runs."""
-        return self.serve_k or min(self.num_depths, MAX_SPECULATIVE_TOKENS)
 
     def _check_window(self) -> None:
         """A window that holds every chain, over layers there are."""
@@ -297,20 +293,27 @@ def _check_choice(config: object, name: str, *choices: str) -> None:
         raise PeagleError(f"{name} {value!r} is not known: use {', '.join(choices[:-1])} or {choices[-1]}")
 
 
-def _check_at_least(config: object, least: int, *names: str) -> None:
+def _check(config: object, names: tuple[str, ...], holds: Callable[[Any], bool], expected: str) -> None:
+    """None stands for a setting left out. Conditions are such that a NaN fulfils none."""
     for name in names:
-        if not getattr(config, name) >= least:  # not "<": a NaN is no number to count with
-            raise PeagleError(f"{name} is {getattr(config, name)}: it must be at least {least}")
+        value = getattr(config, name)
+        if value is not None and not holds(value):
+            raise PeagleError(f"{name} is {value}: it must be {expected}")
+
+
+def _check_at_least(config: object, least: int, *names: str) -> None:
+    _check(config, names, lambda value: value >= least, f"at least {least}")
+
+
+def _check_between(config: object, least: int, most: int, *names: str) -> None:
+    _check(config, names, lambda value: least <= value <= most, f"in {least} .. {most}")
 
 
 def _check_positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
-            raise PeagleError(f"{name} is {value}: it must be finite and above 0")
+    _check(config, names, lambda value: math.isfinite(value) and value > 0, "finite and above 0")
 
 
-def _check_share(config: object, *names: str) -> None:
-    for name in names:
-        if not 0.0 < getattr(config, name) <= 1.0:
-            raise PeagleError(f"{name} is {getattr(config, name)}: it must be in (0, 1]")
+def _check_share(config: object, interval: str, *names: str) -> None:
+    """`interval` as in "(0, 1]"."""
+    ends = (0,) * (interval[0] == "[") + (1,) * (interval[-1] == "]")
+    _check(config, names, lambda value: 0 < value < 1 or value in ends, f"in {interval}")

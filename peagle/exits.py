@@ -9,7 +9,7 @@ from typing import TextIO
 
 import typer
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, is_out_of_memory
 
 # click's UsageError; typer carries its own copy of click in some versions and does not export the class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -68,7 +68,7 @@ def explain(error: Exception) -> str | None:
         line = f"{message} (see {context.command_path if context else 'peagle'} --help)"
     elif isinstance(error, OSError):
         line = _explain_os_error(error)
-    elif _is_out_of_memory(error):
+    elif is_out_of_memory(error):
         line = f"out of memory ({_memory_wanted(error)}): use a smaller batch, fewer tokens or a smaller model"
     else:
         return None
@@ -83,12 +83,6 @@ def _explain_os_error(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for{where}: {reason}; choose a folder you may write to"
     return f"cannot use{where}: {reason}; check the path"
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # By name: comparing with torch's class would import torch for every mistyped flag.
-    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return on_cpu or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _memory_wanted(error: Exception) -> str:

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -14,11 +15,13 @@ from peagle.errors import PeagleError
 Panels = Mapping[str, Mapping[str, str]]
 
 
-def with_flags(config_class: type, panels: Panels) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_flags(
+    config_class: type, panels: Panels, aliases: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb one flag per field of `config_class` in place of its parameter `config`.
 
     Every field needs a help text in `panels`, which also group the flags on the help page. A field without a default
-    becomes a required flag, one that holds a tuple a comma-separated list.
+    becomes a required flag, one that holds a tuple a comma-separated list. `aliases` are second names of flags.
     """
     hints = get_type_hints(config_class)
     elements = {name: element for name, hint in hints.items() if (element := _tuple_element(hint)) is not None}
@@ -31,7 +34,8 @@ def with_flags(config_class: type, panels: Panels) -> Callable[[Callable[..., No
             hint, metavar = (str | None), "NAME,..." if elements[field.name] is str else "N,N,..."
             default = (",".join(map(_shown, default)) or None) if isinstance(default, tuple) else default
         panel, text = panel_of[field.name]
-        option = typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
+        names = ("--" + field.name.replace("_", "-"), aliases[field.name]) if field.name in aliases else ()
+        option = typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
         kind = inspect.Parameter.KEYWORD_ONLY
         flags.append(inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option]))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 
 # What a run writes into its recipe.json beside the settings: what it was trained for and on, nothing to set.
 RECORDED_KEYS = frozenset({"base_model", "data_hash"})
@@ -48,11 +48,11 @@ def _read(path: Path) -> dict[str, Any]:
     if parse is None:
         raise PeagleError(f"recipe {path} ends in {path.suffix!r}: expected one of {', '.join(_PARSERS)}")
     try:
-        values = parse(path.read_text(encoding="utf-8"))
+        values = parse(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except OSError as error:
         raise PeagleError(f"cannot read recipe {path} ({error.strerror}): check the path") from None
     except (ValueError, RecursionError) as error:
-        raise PeagleError(f"recipe {path} cannot be understood ({' '.join(str(error).split())}): correct it") from None
+        raise PeagleError(f"recipe {path} cannot be understood ({one_line(error)}): correct it") from None
     if not isinstance(values, dict):
         raise PeagleError(f"recipe {path} holds {type(values).__name__}, expected lines of the form key: value")
     return values

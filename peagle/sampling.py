@@ -79,16 +79,20 @@ def _low32(x: Tensor) -> Tensor:
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
 
 
-def gumbel_noise(seeds_R: Tensor, indices_R: Tensor, token_ids_V: Tensor) -> Tensor:
-    """Standard Gumbel noise [R, V], float32, a pure function of (seed, index, token id) on every device."""
+def uniform_noise(seeds_R: Tensor, indices_R: Tensor, token_ids_V: Tensor) -> Tensor:
+    """Uniform noise in (0, 1), [R, V], float32, a pure function of (seed, index, token id) on every device."""
     index_key_R = _mix32(_low32(indices_R * 0x9E3779B1 + 0x7F4A7C15))
     first_key_R = _mix32(_low32(seeds_R) ^ index_key_R)
     second_key_R = _mix32(_low32(seeds_R >> 32) ^ _mix32(index_key_R + 0x3C6EF372))
     x_RV = (_low32(token_ids_V * 0x9E3779B1)[None] + first_key_R[:, None]).contiguous()
     x_RV = _mix32(_mix32(x_RV).bitwise_xor_(second_key_R[:, None]))
-    # 31 random bits as a uniform in (0, 1), fine near 0 where -log1p(-u), the exponential, must be fine.
-    uniform_RV = x_RV.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform_RV.neg_().log1p_().neg_().log_().neg_()
+    # 31 random bits, fine near 0 where -log1p(-u), the exponential, must be fine.
+    return x_RV.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+
+
+def gumbel_noise(seeds_R: Tensor, indices_R: Tensor, token_ids_V: Tensor) -> Tensor:
+    """Standard Gumbel noise [R, V], float32: a function of `uniform_noise`."""
+    return uniform_noise(seeds_R, indices_R, token_ids_V).neg_().log1p_().neg_().log_().neg_()
 
 
 def filter_logits(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:

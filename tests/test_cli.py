@@ -142,6 +142,8 @@ def test_every_setting_has_a_flag(verb, config):
         (("export", "no-such-head", "--out", "x"), "no-such-head"),
         (("train", "m", "--data", "d", "--out", "o", "--num-layers", "0"), "num_layers is 0"),
         (("train", "m", "--data", "d", "--out", "o", "--tap-ids", "1,b"), "--tap-ids is '1,b'"),
+        (("train", "m", "--data", "d", "--out", "o", "--max-depth", "0"), "num_depths is 0"),
+        (("train", "m", "--data", "d", "--out", "o", "--resume"), "o holds no checkpoint to go on from"),
         (("train", "no-such-model", "--data", "no-such-data", "--out", "o"), "no-such"),
         (("prepare", "no-such-model", "--prompts", "missing.jsonl", "--out", "o"), "missing.jsonl"),
         (("self-prompts", "m", "--out", "o.jsonl"), "Missing option '--count'"),

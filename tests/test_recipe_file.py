@@ -66,6 +66,11 @@ def test_mistakes_are_named(tmp_path, text, says):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("suffix", "text"), [(".toml", "seed = 1"), (".yaml", "seed: 1"), (".json", '{"seed": 1}')])
+def test_a_byte_order_mark_is_skipped(tmp_path, suffix, text):
+    assert read(tmp_path, "\ufeff" + text, suffix) == {"seed": 1}
+
+
 def test_unreadable_files(tmp_path):
     with pytest.raises(PeagleError, match="cannot read recipe"):
         read_recipe(tmp_path / "missing.toml", TrainConfig)

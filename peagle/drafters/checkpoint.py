@@ -8,7 +8,6 @@ int8     compact, with the matrices of the layers in 8 bits (`NAME` int8 and `NA
 """
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,9 @@ from peagle.drafters.head_config import config_from_dict, config_to_dict
 from peagle.drafters.p_eagle import PEagleDrafter
 from peagle.drafters.quantize import quantize_rows
 from peagle.drafters.vocab import target_ids
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 from peagle.models.decoder import TargetModel
-from peagle.models.hub import expand_home
+from peagle.models.hub import HUB_ID, expand_home
 from peagle.models.layers import Rope
 from peagle.models.spec import ModelSpec
 
@@ -33,8 +32,6 @@ BASE_MODEL_KEY = "base_model"
 SHARED_KEY = "peagle_shared_with_target"
 TARGET_HASH_KEY = "peagle_target_embedding_sha256"
 PROVENANCE_KEY = "peagle_provenance"
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +162,16 @@ def resolve_head(path_or_hub_id: Path | str) -> Path:
     name = str(path_or_hub_id)
     if path.exists():
         raise PeagleError(f"head {name} is a file: expected the directory that holds config.json and model.safetensors")
-    if not _HUB_ID.fullmatch(name):
+    if not HUB_ID.fullmatch(name):
         raise PeagleError(f"head {name} does not exist: expected a directory or a Hub id like org/name; check the path")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # its kinds differ between hub versions: network, access, unknown id, full disk
-        reason = " ".join(str(error).split())[:160]
         raise PeagleError(
-            f"head {name} is no local directory and could not be fetched from the Hub ({reason}): check the name"
+            f"head {name} is no local directory and could not be fetched from the Hub ({one_line(error)}): "
+            "check the name"
         ) from error
 
 

@@ -108,8 +108,9 @@ class FusionLayer(nn.Module):
         normed_RH = self.hidden_norm(features_RH)
         residual_RH = normed_RH if self.norm_before_residual else features_RH
         fused = torch.cat((self.input_layernorm(embeds_RH), normed_RH), dim=-1)
-        x_RH = residual_RH + self.self_attn(fused, cos_R1D, sin_R1D, attend)
-        return x_RH + self.mlp(self.post_attention_layernorm(x_RH))
+        attended_RH = self.self_attn(fused, cos_R1D, sin_R1D, attend)
+        x_RH, normed_RH = self.post_attention_layernorm.add(residual_RH, attended_RH)
+        return x_RH + self.mlp(normed_RH)
 
 
 class Eagle3Drafter(nn.Module):
@@ -153,7 +154,8 @@ class Eagle3Drafter(nn.Module):
 
     def _run(self, layer: nn.Module, *inputs: Tensor | Attend) -> Tensor:
         if self.checkpoint_activations and torch.is_grad_enabled():
-            return checkpoint(layer, *inputs, use_reentrant=False)
+            # No layer draws random numbers, and a GPU's random state cannot be read while a graph is captured.
+            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
         return layer(*inputs)
 
     def forward(self, embeds_RH: Tensor, features_RH: Tensor, positions_R: Tensor, attend: Attend) -> Tensor:

@@ -3,6 +3,11 @@
 With target initialisation the head starts as a shortened copy of the target: its layers are the target's last ones,
 fed from the last tap, with room to learn what the embeddings and the other taps add. Default initialisation keeps only
 the target's embedding and output rows.
+
+Heads do not norm their query and key heads. From a target that does (Qwen3), a copied layer takes values, output
+projection, feed-forward and norms, but its queries and keys start at their default: the norms depend on each row, so no
+scaling of the target's weights comes to the same. The default's scores are small: such a layer starts by averaging the
+values that the target's would have chosen from.
 """
 
 from collections.abc import Sequence
@@ -19,7 +24,7 @@ from peagle.drafters.p_eagle import PEagleDrafter, drafter_for
 from peagle.drafters.vocab import offsets, target_ids
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
-from peagle.models.layers import DecoderLayer, MergedLinear, SwiGLU
+from peagle.models.layers import Attention, DecoderLayer, SwiGLU
 from peagle.models.spec import ModelSpec
 
 EMBEDDING_HALF_SCALE = 0.5  # of the default initialisation: the target's own layers never read the embedding
@@ -133,9 +138,7 @@ def _start_as_target(drafter: Eagle3Drafter, target: TargetModel) -> None:
     fusion = drafter.fusion
     fused = fusion.self_attn.qkv_proj.weight  # [q + k + v, embedding half | hidden half]
     fused[:, :size] *= EMBEDDING_HALF_SCALE
-    fused[:, size:].copy_(source.self_attn.qkv_proj.weight)
-    _copy_bias(fusion.self_attn.qkv_proj, source.self_attn.qkv_proj)
-    fusion.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    _copy_attention(fusion.self_attn, source.self_attn, fused[:, size:])
     fusion.hidden_norm.weight.copy_(source.input_layernorm.weight)
     fusion.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
     _copy_mlp(fusion.mlp, source.mlp)
@@ -147,18 +150,21 @@ def _start_as_target(drafter: Eagle3Drafter, target: TargetModel) -> None:
 
 
 def _copy_layer(layer: DecoderLayer, source: DecoderLayer) -> None:
-    layer.self_attn.qkv_proj.weight.copy_(source.self_attn.qkv_proj.weight)
-    _copy_bias(layer.self_attn.qkv_proj, source.self_attn.qkv_proj)
-    layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    _copy_attention(layer.self_attn, source.self_attn, layer.self_attn.qkv_proj.weight)
     layer.input_layernorm.weight.copy_(source.input_layernorm.weight)
     layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
     _copy_mlp(layer.mlp, source.mlp)
 
 
-def _copy_bias(projection: MergedLinear, source: MergedLinear) -> None:
+def _copy_attention(own: Attention, source: Attention, weight: Tensor) -> None:
+    """Copy the projections; `weight` are the columns of the own merged one that read the hidden state."""
+    projection, original = own.qkv_proj, source.qkv_proj
+    first = 0 if source.q_norm is None else sum(projection.splits[:2])  # queries and keys are nothing without the norms
+    weight[first:].copy_(original.weight[first:])
     # Heads have no other biases: those a target has on o_proj and in its feed-forward layers are left out.
-    if projection.bias is not None and source.bias is not None:
-        projection.bias.copy_(source.bias)
+    if projection.bias is not None and original.bias is not None:
+        projection.bias[first:].copy_(original.bias[first:])
+    own.o_proj.weight.copy_(source.o_proj.weight)
 
 
 def _copy_mlp(mlp: SwiGLU, source: SwiGLU) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.drafters.layout import SCALE_SUFFIX, canonical_name
 from peagle.drafters.quantize import dequantize_rows
 from peagle.errors import PeagleError
+from peagle.files import flush, save_tensors
 from peagle.models.weights import SINGLE_FILE, open_safetensors, weight_files
 
 CONFIG_FILE = "config.json"
@@ -81,12 +80,11 @@ def write_head(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
     fresh = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.new"
     try:
         fresh.mkdir(parents=True)
-        save_file(dict(tensors), fresh / SINGLE_FILE, metadata={"format": "pt"})
+        save_tensors(fresh / SINGLE_FILE, tensors)
         (fresh / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in fresh.iterdir():
-            _flush(file)
+        flush(fresh / CONFIG_FILE)
         _swap(fresh, path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise PeagleError(f"head {path}: cannot write ({error}); free some space or choose another folder") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -122,9 +120,3 @@ def _swap(fresh: Path, path: Path) -> None:
         if entry.name != CONFIG_FILE and ".safetensors" not in entry.name:
             entry.rename(path / entry.name)
     shutil.rmtree(old)
-
-
-def _flush(file: Path) -> None:
-    """Force a file to the disk: a rename that survives a power cut must not outlive the bytes it names."""
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())

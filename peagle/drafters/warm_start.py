@@ -12,51 +12,45 @@ import torch
 
 from peagle.drafters.checkpoint import load_drafter
 from peagle.drafters.eagle3 import FULL, DrafterConfig, Eagle3Drafter
-from peagle.drafters.init import new_drafter
 from peagle.drafters.p_eagle import drafter_for
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
-from peagle.models.spec import ModelSpec
 
 
-def warm_drafter(
+def load_start(
     head: Path | str,
-    spec: ModelSpec,
     target: TargetModel,
     *,
     num_layers: int,
-    mask_token_id: int | None,
-    seed: int,
-    target_init: bool,
     tap_ids: Sequence[int] | None = None,
     draft_vocab_size: int | None = None,
-    sliding_window: int | None = None,
-    sliding_layers: Sequence[int] | None = None,
 ) -> Eagle3Drafter:
-    """A float32 head on the CPU, ready to train, that starts as the one at `head` (directory or Hub id).
+    """The head to start from (directory or Hub id), float32 on the CPU.
 
-    It has at least that head's layers. `mask_token_id` None makes an EAGLE-3 head. `tap_ids` and `draft_vocab_size` are
-    what the run asks for, None for whatever the head has; so are `sliding_window` and `sliding_layers`, which may
-    differ from the head's. Raises PeagleError where head, target and run disagree.
+    The other arguments are what the run asks for, None for whatever the head has. Raises PeagleError where head, target
+    and run disagree.
     """
     cpu = torch.device("cpu")
-    start = load_drafter(head, target, spec, dtype=torch.float32, device=cpu, trainable=True)
+    start = load_drafter(head, target, target.spec, dtype=torch.float32, device=cpu, trainable=True)
     _check_agrees(start.config, str(head), num_layers, tap_ids, draft_vocab_size)
-    config = _grown(start.config, num_layers, mask_token_id)
-    fresh = new_drafter(
-        spec,
-        target,
-        num_layers=num_layers,
-        mask_token_id=mask_token_id,
-        seed=seed,
-        target_init=target_init,
-        tap_ids=config.tap_ids,
-        norm_before_fc=config.norm_before_fc,
-        sliding_window=sliding_window,
-        sliding_layers=sliding_layers,
-    )
-    if sliding_window is not None:
-        config = replace(config, layer_types=fresh.config.layer_types, sliding_window=sliding_window)
+    return start
+
+
+def warm_drafter(start: Eagle3Drafter, fresh: Eagle3Drafter, seed: int) -> Eagle3Drafter:
+    """A head ready to train that is `start` as far as that goes and `fresh` in what it lacks, on the CPU.
+
+    Further layers and the mask token are those of `fresh`, and so is its sliding window, if it has one.
+    """
+    wanted, config = fresh.config, start.config
+    types, window = config.layer_types, config.sliding_window
+    if wanted.sliding_window is not None:
+        types, window = wanted.layer_types, wanted.sliding_window
+    elif types is not None:  # further layers see everything before them
+        types = (*types, *[FULL] * (wanted.num_layers - config.num_layers))
+    config = replace(
+        config, num_layers=wanted.num_layers, mask_token_id=wanted.mask_token_id, layer_types=types,
+        sliding_window=window,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = drafter_for(config)
@@ -66,14 +60,6 @@ def warm_drafter(
             theirs[name] = value
     drafter.load_state_dict({name: value for name, value in theirs.items() if name in own}, strict=False)
     return drafter.train()
-
-
-def _grown(config: DrafterConfig, num_layers: int, mask_token_id: int | None) -> DrafterConfig:
-    """The head's config with further layers, which see everything before them, and with the run's mask token."""
-    types = config.layer_types
-    if types is not None:
-        types = (*types, *[FULL] * (num_layers - config.num_layers))
-    return replace(config, num_layers=num_layers, mask_token_id=mask_token_id, layer_types=types)
 
 
 def _check_agrees(

@@ -19,7 +19,8 @@ from peagle.engine.scheduler import Scheduled, Scheduler
 from peagle.engine.step import DraftSide, SpeculativeStep, StepResult
 from peagle.engine.text import TextStream
 from peagle.errors import PeagleError
-from peagle.kernels.paged_attention import can_run_triton
+from peagle.kernels.backend import can_run_triton
+from peagle.models.layers import use_kernels
 from peagle.models.packing import pack_linears
 from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
@@ -47,6 +48,8 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
         attention: str = "auto",
+        load_format: str = "auto",
+        kernels: str = "torch",
         seed: int = 0,
     ) -> None:
         config = EngineConfig(
@@ -56,13 +59,15 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             attention=attention,
+            load_format=load_format,
+            kernels=kernels,
             seed=seed,
         )
         torch_device = resolve_device(config.device)
         torch_dtype = resolve_dtype(config.dtype, torch_device)
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
-        target = load_target(model, dtype=torch_dtype, device=torch_device)
+        target = load_target(model, dtype=torch_dtype, device=torch_device, load_format=config.load_format)
         drafter, num_drafts = None, 0
         if speculative_config is not None:
             num_drafts = speculative_config.num_speculative_tokens
@@ -106,8 +111,11 @@ class LLM:
         *,
         pack: bool = True,
     ) -> None:
-        if config.attention == "triton" and not can_run_triton(device):
-            raise PeagleError(f"attention is 'triton': it needs CUDA and the triton package, not {device}; use auto")
+        for name, other in (("attention", "auto"), ("kernels", "torch")):
+            if getattr(config, name) == "triton" and not can_run_triton(device):
+                raise PeagleError(
+                    f"{name} is 'triton': it needs CUDA and the triton package, not {device}; use {other}"
+                )
         spec = target.spec
         self.target, self.drafter, self.tokenizer = target, drafter, target.tokenizer
         self.num_speculative_tokens = num_drafts
@@ -115,13 +123,23 @@ class LLM:
         self._rng = np.random.default_rng(config.seed)
         self._num_drafts = num_drafts
         dtype = target.model.embed_tokens.weight.dtype
-        if pack and device.type == "cpu":
-            for module in (target.model, drafter):
-                if module is not None:
-                    pack_linears(module)
+        for module in (target.model, drafter):
+            if module is None:
+                continue
+            use_kernels(module, config.kernels)
+            if pack and device.type == "cpu":
+                pack_linears(module)
         blocks = num_kv_blocks(config, self.max_model_len, spec, drafter.config if drafter else None, dtype, device)
         slots_total = blocks * config.block_size
-        cache = PagedCache(spec.num_layers, spec.num_kv_heads, spec.head_dim, slots_total, dtype=dtype, device=device)
+        cache = PagedCache(
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            slots_total,
+            dtype=dtype,
+            device=device,
+            kernels=config.kernels,
+        )
         draft_side = None
         if drafter is not None:
             c = drafter.config
@@ -136,6 +154,7 @@ class LLM:
                     dtype=dtype,
                     device=device,
                     windows=c.windows,
+                    kernels=config.kernels,
                 ),
             )
         self._pool = BlockPool(blocks)
@@ -153,6 +172,7 @@ class LLM:
             max_model_len=self.max_model_len,
             device=device,
             attention=config.attention,
+            kernels=config.kernels,
         )
 
     @staticmethod

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import PeagleError
-from peagle.kernels.kv_write import kv_write_ref
+from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import AttentionPlan, paged_attention
 from peagle.models.layers import Attend
 
@@ -39,7 +39,7 @@ class BlockPool:
 class PagedCache:
     """Keys and values of one model's layers, each [layers, M, slots, D]; the last slot belongs to no block.
 
-    `windows` are the layers' sliding windows; None where a row sees every key up to its own.
+    `windows` are the layers' sliding windows; None where a row sees every key up to its own. `kernels` writes them.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         windows: Sequence[int | None] | None = None,
+        kernels: str = "torch",
     ) -> None:
+        self._kernels = kernels
         self._windows = (None,) * layers if windows is None else tuple(windows)
         shape = (layers, kv_heads, num_slots + 1, head_dim)
         try:
@@ -74,8 +76,7 @@ class PagedCache:
         """An `Attend` that first writes the new rows' keys and values, then attends over the cache."""
 
         def attend(layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
-            kv_write_ref(self.keys[layer], slots_R, k_RMD)
-            kv_write_ref(self.values[layer], slots_R, v_RMD)
+            kv_write(self.keys[layer], self.values[layer], slots_R, k_RMD, v_RMD, backend=self._kernels)
             return paged_attention(q_RND, self.keys[layer], self.values[layer], limit_R, plan, self._windows[layer])
 
         return attend

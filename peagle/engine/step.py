@@ -8,21 +8,28 @@ V = K + 1 verify rows, N blocks of a table.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.drafters.eagle3 import Eagle3Drafter
+from peagle.config import MAX_SPECULATIVE_TOKENS
+from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.drafters.p_eagle import PEagleDrafter
 from peagle.engine.batch import Batch, Slots, StepTensors, to_device
 from peagle.engine.kv_cache import PagedCache
-from peagle.kernels.accept import accept_ref
-from peagle.kernels.draft_layout import DraftLayout, draft_layout_ref, kv_slots_ref
+from peagle.kernels.accept import Accepted, accept
+from peagle.kernels.draft_layout import DraftLayout, draft_layout, kv_slots
+from peagle.kernels.draft_rows import MaskRow, draft_rows
 from peagle.kernels.paged_attention import AttentionPlan, plan_attention
+from peagle.kernels.paged_decode import plan_decode
+from peagle.kernels.sample import sample
 from peagle.models.decoder import TargetModel
-from peagle.sampling import RowSampling, sample_tokens
+from peagle.models.spec import ModelSpec
+from peagle.sampling import RowSampling
+
+_MOST_DECODE_ROWS = 2 * MAX_SPECULATIVE_TOKENS  # of one request in a pass that only decodes: the drafter's
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +41,6 @@ class StepResult:
     drafts_BK: np.ndarray
 
 
-class MaskRow(NamedTuple):
-    """What every mask row of a P-EAGLE head consists of."""
-
-    token_id: int
-    embed_H: Tensor
-    feature_H: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class DraftSide:
     """A drafter with its cache, and what is the same in all of its passes."""
@@ -50,7 +49,6 @@ class DraftSide:
     cache: PagedCache
     mask: MaskRow | None  # None: no mask rows, drafts come one pass each
     draft_to_target_V: Tensor  # target id of each draft id
-    heads_per_kv: int
 
     @classmethod
     @torch.inference_mode()
@@ -60,13 +58,7 @@ class DraftSide:
         if isinstance(drafter, PEagleDrafter):
             mask = MaskRow(drafter.mask_token_id, drafter.mask_embedding, drafter.mask_feature())
         draft_ids = torch.arange(config.draft_vocab_size, device=drafter.d2t.device)
-        return cls(
-            drafter,
-            cache,
-            mask,
-            drafter.to_target_ids(draft_ids),
-            config.num_heads // config.num_kv_heads,
-        )
+        return cls(drafter, cache, mask, drafter.to_target_ids(draft_ids))
 
 
 class SpeculativeStep:
@@ -83,12 +75,13 @@ class SpeculativeStep:
         max_model_len: int,
         device: torch.device,
         attention: str = "auto",
+        kernels: str = "torch",
     ) -> None:
         self._target, self._target_cache = target, target_cache
         self._draft_side = draft_side
         self._slots = slots
         self._block_size, self._max_model_len = block_size, max_model_len
-        self._device, self._attention = device, attention
+        self._device, self._attention, self._kernels = device, attention, kernels
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
@@ -97,21 +90,21 @@ class SpeculativeStep:
         tensors = StepTensors.of(batch, self._device)
         hidden_TH, taps_TC = self._run_target(batch, tensors, side.drafter.config.tap_ids if side else ())
         tokens_BV = self._target_tokens(batch, hidden_TH)
-        accepted_B = accept_ref(tokens_BV, tensors.drafts_BK)
+        accepted = accept(tokens_BV, tensors.drafts_BK, backend=self._kernels)
         if side is None or taps_TC is None:
             drafts_BK = tokens_BV[:, :0]
         else:
-            drafts_BK = self._draft(side, batch, tensors, tokens_BV, accepted_B, taps_TC)
-        out = torch.cat((tokens_BV, accepted_B[:, None], drafts_BK), dim=1).cpu().numpy()
+            drafts_BK = self._draft(side, batch, tensors, accepted, taps_TC)
+        out = torch.cat((tokens_BV, accepted.count_B[:, None], drafts_BK), dim=1).cpu().numpy()
         width = batch.num_drafts + 1
         return StepResult(out[:, :width], out[:, width], out[:, width + 1 :])
 
     def _run_target(self, batch: Batch, tensors: StepTensors, tap_ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Final hidden states and taps of every row."""
         spec, positions_T = self._target.spec, tensors.positions_T
-        slots_T = kv_slots_ref(tensors.tables_BN, tensors.request_T, positions_T, self._block_size, self._max_model_len)
+        slots_T = self._kv_slots(tensors, tensors.request_T, positions_T)
         keys_B = batch.first_B + batch.rows_B
-        plan = self._plan(batch, batch.rows_B, keys_B, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        plan = self._plan(batch, tensors.tables_BN, batch.rows_B, keys_B, spec)
         attend = self._target_cache.attend(slots_T, self._visible(positions_T), plan)
         return self._target(tensors.ids_T, positions_T, attend, tap_ids)
 
@@ -125,25 +118,24 @@ class SpeculativeStep:
         line_BV = base_B1[:-1, None] + np.minimum(np.arange(batch.num_drafts + 1)[None], count_B[:, None] - 1)
         rows, indices, lines = to_device((row_U, index_U, line_BV), self._device)
         logits_UV = self._target.logits(hidden_TH[rows])
-        return sample_tokens(logits_UV, self._row_sampling(batch.slot_B[request_U], indices))[lines]
+        row_sampling = self._row_sampling(batch.slot_B[request_U], indices)
+        return sample(logits_UV, row_sampling, backend=self._kernels)[lines]
 
     def _draft(
         self,
         side: DraftSide,
         batch: Batch,
         tensors: StepTensors,
-        tokens_BV: Tensor,
-        accepted_B: Tensor,
+        accepted: Accepted,
         taps_TC: Tensor,
     ) -> Tensor:
         """The next K drafts of every request as target ids, [B, K]."""
-        sampled_B = tokens_BV.gather(1, accepted_B[:, None])[:, 0]
-        kept_B = torch.where(tensors.decode_B, accepted_B, tensors.start_B1.diff() - 1)
+        kept_B = torch.where(tensors.decode_B, accepted.count_B, tensors.start_B1.diff() - 1)
         mask_rows = batch.num_drafts - 1 if side.mask else 0
-        layout = draft_layout_ref(
+        layout = draft_layout(
             tensors.ids_T,
             tensors.positions_T,
-            torch.where(tensors.next_prompt_B >= 0, tensors.next_prompt_B, sampled_B),
+            torch.where(tensors.next_prompt_B >= 0, tensors.next_prompt_B, accepted.next_token_B),
             tensors.start_B1,
             tensors.start_B1[:-1] + kept_B,
             mask_token_id=side.mask.token_id if side.mask else 0,
@@ -152,8 +144,9 @@ class SpeculativeStep:
             block_tables_BN=tensors.tables_BN,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
+            backend=self._kernels,
         )
-        stream_UH = self._first_pass(side, batch, layout, taps_TC)
+        stream_UH = self._first_pass(side, batch, tensors, layout, taps_TC)
         index_B = tensors.first_B + kept_B + 2  # the first draft follows the token after the last kept one
         if side.mask is None:
             return self._draft_in_turn(side, batch, tensors, layout.positions[layout.sample_rows], stream_UH, index_B)
@@ -161,20 +154,17 @@ class SpeculativeStep:
         rows = self._row_sampling(np.repeat(batch.slot_B, batch.num_drafts), index_U)
         return self._pick(side, stream_UH, rows).view(-1, batch.num_drafts)
 
-    def _first_pass(self, side: DraftSide, batch: Batch, layout: DraftLayout, taps_TC: Tensor) -> Tensor:
+    def _first_pass(
+        self, side: DraftSide, batch: Batch, tensors: StepTensors, layout: DraftLayout, taps_TC: Tensor
+    ) -> Tensor:
         """The drafter over every row that has its token: pre-norm stream of each request's last row and its mask rows,
         [B, H] or [B K, H]."""
         drafter = side.drafter
-        embeds_RH = drafter.embed_tokens(layout.input_ids)
-        features_RH = torch.zeros_like(embeds_RH)
-        features_RH[layout.hidden_map] = drafter.combine(taps_TC)
-        rows_B = batch.rows_B
-        if side.mask:
-            masked_R1 = layout.is_masked[:, None]
-            embeds_RH = torch.where(masked_R1, side.mask.embed_H, embeds_RH)
-            features_RH = torch.where(masked_R1, side.mask.feature_H, features_RH)
-            rows_B = rows_B + batch.num_drafts - 1
-        plan = self._plan(batch, rows_B, batch.first_B + rows_B, side.heads_per_kv, drafter.config.head_dim)
+        embeds_RH, features_RH = draft_rows(
+            layout, drafter.combine(taps_TC), drafter.embed_tokens.weight, side.mask, backend=self._kernels
+        )
+        rows_B = batch.rows_B + (batch.num_drafts - 1 if side.mask else 0)
+        plan = self._plan(batch, tensors.tables_BN, rows_B, batch.first_B + rows_B, drafter.config)
         attend = side.cache.attend(layout.slots, self._visible(layout.last_keys), plan)
         return drafter.stream(embeds_RH, features_RH, layout.positions, attend)[layout.sample_rows]
 
@@ -197,12 +187,12 @@ class SpeculativeStep:
         request_B = torch.arange(len(position_B), device=self._device)
         one_B = np.ones_like(batch.rows_B)
         most_keys_B = batch.first_B + batch.rows_B + num_drafts - 1  # how many there are depends on what was accepted
-        plan = self._plan(batch, one_B, most_keys_B, side.heads_per_kv, drafter.config.head_dim)
+        plan = self._plan(batch, tensors.tables_BN, one_B, most_keys_B, drafter.config)
         rows = self._row_sampling(batch.slot_B, index_B)
         drafts = [self._pick(side, stream_BH, rows)]
         for turn in range(1, num_drafts):
             at_B = position_B + turn
-            slots_B = kv_slots_ref(tensors.tables_BN, request_B, at_B, self._block_size, self._max_model_len)
+            slots_B = self._kv_slots(tensors, request_B, at_B)
             attend = side.cache.attend(slots_B, self._visible(at_B), plan)
             stream_BH = drafter.stream(drafter.embed_tokens(drafts[-1]), stream_BH, at_B, attend)
             drafts.append(self._pick(side, stream_BH, rows and replace(rows, indices=index_B + turn)))
@@ -211,18 +201,35 @@ class SpeculativeStep:
     def _pick(self, side: DraftSide, stream_UH: Tensor, rows: RowSampling | None) -> Tensor:
         """The drafts that rows with this pre-norm stream propose, as target ids [U]."""
         logits_UV = side.drafter.logits(side.drafter.norm(stream_UH))
-        return side.draft_to_target_V[sample_tokens(logits_UV, rows, side.draft_to_target_V)]
+        return sample(logits_UV, rows, side.draft_to_target_V, backend=self._kernels)
+
+    def _kv_slots(self, tensors: StepTensors, request_R: Tensor, positions_R: Tensor) -> Tensor:
+        return kv_slots(
+            tensors.tables_BN, request_R, positions_R, self._block_size, self._max_model_len, backend=self._kernels
+        )
 
     def _plan(
-        self, batch: Batch, rows_B: np.ndarray, keys_B: np.ndarray, heads_per_kv: int, head_dim: int
+        self,
+        batch: Batch,
+        tables_BN: Tensor,
+        rows_B: np.ndarray,
+        keys_B: np.ndarray,
+        sizes: ModelSpec | DrafterConfig,
     ) -> AttentionPlan:
         """Plan a pass with `rows_B` rows of each request over at most `keys_B` keys."""
+        heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        rows = int(rows_B.max())
+        if self._kernels == "triton" and rows <= _MOST_DECODE_ROWS and (rows_B == rows).all():
+            return plan_decode(
+                rows, tables_BN, self._block_size,
+                heads=heads, kv_heads=kv_heads, head_dim=head_dim, backend=self._kernels,
+            )  # fmt: skip
         return plan_attention(
             rows_B,
             np.minimum(keys_B, self._max_model_len),
             batch.tables_BN,
             self._block_size,
-            heads_per_kv=heads_per_kv,
+            heads_per_kv=heads // kv_heads,
             head_dim=head_dim,
             device=self._device,
             backend=self._attention,

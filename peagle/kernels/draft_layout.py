@@ -1,13 +1,16 @@
 """The drafter's batch, built from the target's batch: inference reference 4.4 and 4.6 as one function.
 
 Per request the drafter sees [valid rows, tokens shifted by one | bonus row | K-1 mask rows | dead rows]. Dead rows come
-last, so a row's index equals its position offset and plain causal attention is exact.
+last, so a row's index equals its position offset and plain causal attention is exact. Two forms: torch, and a Triton
+kernel that makes everything in one launch (`draft_layout_triton.py`).
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from peagle.kernels.backend import use_triton
 
 PADDING_SLOT_ID = -1  # a row with this slot writes no KV
 
@@ -18,20 +21,79 @@ class DraftLayout:
 
     input_ids: Tensor  # [T'] token, mask id, or 0 on dead rows
     positions: Tensor  # [T'] RoPE position, 0 on dead rows
-    last_keys: Tensor  # [T'] the last key a row sees: its own; dead rows see what the last mask row sees
+    last_keys: Tensor  # [T'] the last key a row sees: its own; dead rows see what the last mask row sees, padding key 0
     is_rejected: Tensor  # [T'] dead rows
     is_masked: Tensor  # [T'] mask rows
     sample_rows: Tensor  # [B K] the bonus row and the mask rows of each request
-    hidden_map: Tensor  # [T] target row -> drafter row, rejected rows included
+    source_rows: Tensor  # [T'] the target row whose hidden state a row takes; -1 on mask and dead rows
     slots: Tensor  # [T'] KV slot, -1 on dead rows and beyond the length limit
     seq_lens: Tensor  # [B] first position + rows, dead rows counted: bottom-right causal alignment
     query_start: Tensor  # [B + 1] first drafter row of each request
 
 
+def kv_slots(
+    block_tables_BN: Tensor,
+    request_R: Tensor,
+    positions_R: Tensor,
+    block_size: int,
+    limit: int,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """KV slot of each (request, position), int64 [R]; -1 at or beyond `limit` positions."""
+    if not use_triton(backend, positions_R.device):
+        return kv_slots_ref(block_tables_BN, request_R, positions_R, block_size, limit)
+    # Imported late: triton is not installed everywhere.
+    from peagle.kernels.draft_layout_triton import kv_slots_triton
+
+    return kv_slots_triton(block_tables_BN, request_R, positions_R, block_size, limit)
+
+
+def draft_layout(
+    target_ids_T: Tensor,
+    target_positions_T: Tensor,
+    next_tokens_B: Tensor,
+    query_start_B1: Tensor,
+    query_end_B: Tensor,
+    *,
+    mask_token_id: int,
+    num_drafts: int,
+    num_rows: int,
+    block_tables_BN: Tensor,
+    block_size: int,
+    max_model_len: int,
+    slot_B: Tensor | None = None,
+    backend: str = "auto",
+) -> DraftLayout:
+    """Lay out one drafter pass of B requests, each of at least one row; integers of any width in, int64 out.
+
+    `query_end` is the last target row whose token was kept, `next_tokens` the token that follows it (the bonus token,
+    or the next prompt token when a prompt continues in a later chunk). `num_rows` is T + B (K-1), known on the host.
+    Requests whose `slot` is -1 are padding: all of their rows are dead.
+    """
+    form = draft_layout_ref
+    if use_triton(backend, target_ids_T.device):
+        from peagle.kernels.draft_layout_triton import draft_layout_triton as form
+    return form(
+        target_ids_T,
+        target_positions_T,
+        next_tokens_B,
+        query_start_B1,
+        query_end_B,
+        mask_token_id=mask_token_id,
+        num_drafts=num_drafts,
+        num_rows=num_rows,
+        block_tables_BN=block_tables_BN,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        slot_B=slot_B,
+    )
+
+
 def kv_slots_ref(
     block_tables_BN: Tensor, request_R: Tensor, positions_R: Tensor, block_size: int, limit: int
 ) -> Tensor:
-    """KV slot of each (request, position); -1 at or beyond `limit` positions."""
+    """The torch form of `kv_slots`."""
     inside_R = positions_R.clamp(max=limit - 1)
     slots_R = block_tables_BN[request_R, inside_R // block_size] * block_size + inside_R % block_size
     return torch.where(positions_R < limit, slots_R, PADDING_SLOT_ID)
@@ -50,41 +112,39 @@ def draft_layout_ref(
     block_tables_BN: Tensor,
     block_size: int,
     max_model_len: int,
+    slot_B: Tensor | None = None,
 ) -> DraftLayout:
-    """Lay out one drafter pass.
-
-    `query_end` is the last target row whose token was kept, `next_tokens` the token that follows it (the bonus token,
-    or the next prompt token when a prompt continues in a later chunk). `num_rows` is T + B (K-1), known on the host.
-    """
+    """The torch form of `draft_layout`."""
     device, k = target_ids_T.device, num_drafts
     batch = next_tokens_B.shape[0]
     start_B1 = query_start_B1 + torch.arange(batch + 1, device=device) * (k - 1)
     rows_R = torch.arange(num_rows, device=device)
     request_R = torch.searchsorted(start_B1, rows_R, right=True) - 1
     offset_R = rows_R - start_B1[request_R]
-    copied_R = (query_end_B - query_start_B1[:-1])[request_R]  # rows before the bonus row
+    copied_B = query_end_B - query_start_B1[:-1]  # rows before the bonus row
+    padding_B = torch.zeros_like(copied_B, dtype=torch.bool) if slot_B is None else slot_B < 0
+    copied_R = torch.where(padding_B, -k, copied_B)[request_R]
 
     is_bonus_R = offset_R == copied_R
     is_masked_R = (offset_R > copied_R) & (offset_R < copied_R + k)
     is_rejected_R = offset_R >= copied_R + k
-    shifted_R = (query_start_B1[request_R] + 1 + offset_R).clamp(max=target_ids_T.shape[0] - 1)
+    source_R = query_start_B1[request_R] + offset_R
+    shifted_R = (source_R + 1).clamp(max=target_ids_T.shape[0] - 1)
     ids_R = torch.where(is_bonus_R, next_tokens_B[request_R], target_ids_T[shifted_R])
     ids_R = torch.where(is_masked_R, mask_token_id, ids_R).masked_fill(is_rejected_R, 0)
     first_B = target_positions_T[query_start_B1[:-1]]
     positions_R = (first_B[request_R] + offset_R).masked_fill(is_rejected_R, 0)
+    last_keys_R = first_B[request_R] + torch.minimum(offset_R, copied_R + k - 1)
 
     slots_R = kv_slots_ref(block_tables_BN, request_R, positions_R, block_size, max_model_len)
-    bonus_B = start_B1[:-1] + query_end_B - query_start_B1[:-1]
-    target_rows_T = torch.arange(target_ids_T.shape[0], device=device)
-    request_T = torch.searchsorted(query_start_B1, target_rows_T, right=True) - 1
     return DraftLayout(
         input_ids=ids_R,
         positions=positions_R,
-        last_keys=first_B[request_R] + torch.minimum(offset_R, copied_R + k - 1),
+        last_keys=last_keys_R.masked_fill(padding_B[request_R], 0),
         is_rejected=is_rejected_R,
         is_masked=is_masked_R,
-        sample_rows=(bonus_B[:, None] + torch.arange(k, device=device)).flatten(),
-        hidden_map=target_rows_T + request_T * (k - 1),
+        sample_rows=((start_B1[:-1] + copied_B)[:, None] + torch.arange(k, device=device)).flatten(),
+        source_rows=source_R.masked_fill(is_masked_R | is_rejected_R, -1),
         slots=slots_R.masked_fill(is_rejected_R, PADDING_SLOT_ID),
         seq_lens=first_B + start_B1.diff(),
         query_start=start_B1,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import PeagleError
-from peagle.kernels.paged_attention import can_run_triton
+from peagle.kernels.backend import can_run_triton
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,35 @@
 
 from torch import Tensor
 
+from peagle.kernels.backend import use_triton
+
+
+def kv_write(
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    slots_R: Tensor,
+    keys_RMD: Tensor,
+    values_RMD: Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Store row r's keys and values at slot `slots[r]` of one layer's caches, in place; -1 stores nothing a row reads.
+
+    Keys and values may be slices of a wider projection. No slot is given twice, -1 aside. The last slot of a cache
+    belongs to no block: the torch form uses it. `backend` "auto" is Triton on CUDA.
+    """
+    if not use_triton(backend, key_cache_MSD.device):
+        kv_write_ref(key_cache_MSD, slots_R, keys_RMD)
+        kv_write_ref(value_cache_MSD, slots_R, values_RMD)
+        return
+    # Imported late: triton is not installed everywhere.
+    from peagle.kernels.kv_write_triton import kv_write_triton
+
+    kv_write_triton(key_cache_MSD, value_cache_MSD, slots_R, keys_RMD, values_RMD)
+
 
 def kv_write_ref(cache_MSD: Tensor, slots_R: Tensor, values_RMD: Tensor) -> None:
-    """Store row r at slot `slots[r]`, in place. Rows with slot -1 land in the cache's last slot, which no block owns.
+    """The torch form of `kv_write`, of one cache. Rows with slot -1 land in the cache's last slot, which no block owns.
 
     That spare slot lets every row be written without a device-to-host look at which rows are real.
     """

@@ -6,13 +6,14 @@ gathers each request's keys into a rectangle. Requests of similar size share one
 matmuls a layer whatever the mix of prefill and decode.
 """
 
-import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from peagle.kernels.backend import use_triton
+from peagle.kernels.paged_decode import DecodePlan, paged_decode
 
 # Fewest query rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the
 # call, which keeps a request's output independent of its batch and of its drafts.
@@ -50,13 +51,7 @@ class TilePlan:
     tile_size: int  # rows times query heads of one kv head, a power of two
 
 
-AttentionPlan = RectanglePlan | TilePlan
-
-
-def can_run_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: on CUDA where triton is installed, elsewhere in its interpreter."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or interpreted) and find_spec("triton") is not None
+AttentionPlan = RectanglePlan | TilePlan | DecodePlan
 
 
 def plan_attention(
@@ -75,8 +70,7 @@ def plan_attention(
     `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA.
     A head dim the kernel cannot tile (it takes powers of two from 16 to 256) goes to torch whatever the backend.
     """
-    wanted = backend == "triton" or (backend == "auto" and device.type == "cuda" and can_run_triton(device))
-    if wanted and head_dim in (16, 32, 64, 128, 256):
+    if use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256):
         return _plan_tiles(query_lens, key_lens, block_tables, block_size, heads_per_kv, device)
     return plan_rectangles(query_lens, key_lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
 
@@ -88,14 +82,20 @@ def paged_attention(
     limit_R: Tensor,
     plan: AttentionPlan,
     window: int | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D], in the form that `plan` was made for."""
+    """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D], in the form that `plan` was made for.
+
+    `sinks_N` adds a learned logit per query head to the softmax's denominator: attention may go nowhere (gpt-oss).
+    """
+    if isinstance(plan, DecodePlan):
+        return paged_decode(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
     if isinstance(plan, RectanglePlan):
-        return paged_attention_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window)
+        return paged_attention_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
     # Imported late: triton is not installed everywhere.
     from peagle.kernels.paged_attention_triton import paged_attention_triton
 
-    return paged_attention_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window)
+    return paged_attention_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
 
 
 def _plan_tiles(
@@ -192,10 +192,11 @@ def paged_attention_ref(
     limit_R: Tensor,
     plan: RectanglePlan,
     window: int | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """The torch form of `paged_attention`; softmax in float32 or wider."""
     parts = [
-        _rectangle_attention(q_RND, key_cache_MSD, value_cache_MSD, limit_R, rectangle, window)
+        _rectangle_attention(q_RND, key_cache_MSD, value_cache_MSD, limit_R, rectangle, window, sinks_N)
         for rectangle in plan.rectangles
     ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -209,6 +210,7 @@ def _rectangle_attention(
     limit_R: Tensor,
     rectangle: _Rectangle,
     window: int | None,
+    sinks_N: Tensor | None,
 ) -> Tensor:
     (b, width), keys = rectangle.rows_bQ.shape, rectangle.slots_bS.shape[1]
     kv_heads, head_dim = key_cache_MSD.shape[0], key_cache_MSD.shape[2]
@@ -227,6 +229,9 @@ def _rectangle_attention(
     if window is not None:
         visible_bQS &= rectangle.positions_S[None, None] > limit_bQ[:, :, None] - window
     scores = scores.view(kv_heads, b, width, groups, keys).masked_fill(~visible_bQS[None, :, :, None], -torch.inf)
-    probs = scores.softmax(dim=-1).to(v_MbSD.dtype).view(kv_heads, b, width * groups, keys)
+    if sinks_N is not None:
+        sinks = sinks_N.to(scores.dtype).view(kv_heads, 1, 1, groups, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    probs = scores.softmax(dim=-1)[..., :keys].to(v_MbSD.dtype).reshape(kv_heads, b, width * groups, keys)
     out = (probs @ v_MbSD).view(kv_heads, b, width, groups, head_dim)
     return out.permute(1, 2, 0, 3, 4).reshape(b * width, kv_heads * groups, head_dim)

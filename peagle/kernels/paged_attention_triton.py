@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peagle.kernels.paged_attention import TilePlan
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -20,6 +20,7 @@ def _attend_tile(
     keys_MSD: tl.tensor,
     values_MSD: tl.tensor,
     limit_R: tl.tensor,
+    sinks_N: tl.tensor,
     tiles_W3: tl.tensor,
     tables_BN: tl.tensor,
     table_width: tl.int32,  # not specialised: it grows while requests run, which must not compile anew
@@ -33,6 +34,7 @@ def _attend_tile(
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(tiles_W3 + tile * 3)
@@ -76,6 +78,11 @@ def _attend_tile(
         out = tl.dot(weights.to(v.dtype), v, out * shrink_T[:, None], input_precision="ieee")
         top_T = new_top_T
 
+    if SINKS:
+        sink_T = tl.load(sinks_N + head_T).to(tl.float32) * LOG2_E
+        new_top_T = tl.maximum(top_T, sink_T)
+        total_T = total_T * tl.exp2(top_T - new_top_T) + tl.exp2(sink_T - new_top_T)
+        out = out * tl.exp2(top_T - new_top_T)[:, None]
     heads = tl.num_programs(1) * GROUP
     at_TD = ((row_T * heads + head_T) * HEAD_DIM)[:, None] + d[None]
     tl.store(out_RND + at_TD, (out / total_T[:, None]).to(out_RND.dtype.element_ty), mask=inside_T1)
@@ -88,6 +95,7 @@ def paged_attention_triton(
     limit_R: Tensor,
     plan: TilePlan,
     window: int | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """The Triton form of `paged_attention`. Each kv head of the caches is contiguous; softmax in float32.
 
@@ -105,19 +113,21 @@ def paged_attention_triton(
             key_cache_MSD,
             value_cache_MSD,
             limit_R,
+            limit_R if sinks_N is None else sinks_N,  # not read without sinks
             plan.tiles_W3,
             plan.tables_BN,
             plan.tables_BN.shape[1],
             q_RND.stride(0),
             q_RND.stride(1),
             key_cache_MSD.stride(0),
-            head_dim**-0.5 * _LOG2_E,
+            head_dim**-0.5 * LOG2_E.value,
             GROUP=heads // kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=plan.block_size,
             TILE=plan.tile_size,
             KEYS=keys,
             WINDOW=window or 0,
+            SINKS=sinks_N is not None,
             num_warps=warps,
             num_stages=stages,
         )

@@ -201,41 +201,15 @@ def _backward_q_kernel(
     for i in tl.range(before + after, num_stages=1):
         start = first + (i + tl.where(i < before, 0, full)) * KEYS
         dq_RD = _dq_tile(
-            dq_RD,
-            q_RD,
-            dout_RD,
-            lse_R,
-            delta_R,
-            context,
-            kv_head,
-            start,
-            lo_R,
-            hi_R,
-            scale_log2,
-            last,
-            True,
-            KEYS,
-            HEAD_DIM,
-        )
+            dq_RD, q_RD, dout_RD, lse_R, delta_R, context, kv_head, start, lo_R, hi_R, scale_log2,
+            last, True, KEYS, HEAD_DIM,
+        )  # fmt: skip
     for i in range(full):
         start = first + (before + i) * KEYS
         dq_RD = _dq_tile(
-            dq_RD,
-            q_RD,
-            dout_RD,
-            lse_R,
-            delta_R,
-            context,
-            kv_head,
-            start,
-            lo_R,
-            hi_R,
-            scale_log2,
-            last,
-            False,
-            KEYS,
-            HEAD_DIM,
-        )
+            dq_RD, q_RD, dout_RD, lse_R, delta_R, context, kv_head, start, lo_R, hi_R, scale_log2,
+            last, False, KEYS, HEAD_DIM,
+        )  # fmt: skip
     if HAS_CHAIN:
         first, last = edges(chain_lo_R, chain_hi_R)
         for i in tl.range(tl.cdiv(tl.maximum(last - first, 0), KEYS), num_stages=1):

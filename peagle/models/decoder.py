@@ -1,4 +1,4 @@
-"""The target model: a pre-norm decoder of the Llama and Qwen2 families over flat rows.
+"""The target model: a pre-norm decoder of the Llama, Qwen2 and dense Qwen3 families over flat rows.
 
 No cache, no batch dimension, no sampling: rows of any number of sequences go in side by side, and the `attend` that is
 passed in decides which of them see each other. Serving, training and tests differ only in that function.
@@ -24,7 +24,7 @@ class TargetModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(
                 i, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.rms_norm_eps,
-                qkv_bias=s.qkv_bias, o_bias=s.o_bias, mlp_bias=s.mlp_bias,
+                qkv_bias=s.qkv_bias, o_bias=s.o_bias, mlp_bias=s.mlp_bias, qk_norm=s.qk_norm,
             )
             for i in range(s.num_layers)
         )  # fmt: skip
@@ -44,13 +44,17 @@ class TargetModel(nn.Module):
         x_RH = self.embed_tokens(input_ids_R)
         cos_R1D, sin_R1D = self.rope(positions_R, x_RH.dtype)
         streams: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        delta_RH: Tensor | None = None  # what is still to be added to the stream: each norm adds before it norms
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]  # all of them, typed
+        for i, layer in enumerate(layers):
+            x_RH, normed_RH = _add_norm(layer.input_layernorm, x_RH, delta_RH)
             if i in tap_ids:
                 streams[i] = x_RH
-            x_RH = layer(x_RH, cos_R1D, sin_R1D, attend)
-        streams[len(self.layers)] = x_RH
+            x_RH, delta_RH = layer.parts(x_RH, normed_RH, cos_R1D, sin_R1D, attend)
+        x_RH, normed_RH = _add_norm(self.norm, x_RH, delta_RH)
+        streams[len(layers)] = x_RH
         taps_RC = torch.cat([streams[k] for k in tap_ids], dim=-1) if tap_ids else None
-        return self.norm(x_RH), taps_RC
+        return normed_RH, taps_RC
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits over the vocabulary, [R, V], of final-normed hidden states."""
@@ -66,3 +70,7 @@ class TargetModel(nn.Module):
         super()._apply(fn, recurse)
         self._tie()
         return self
+
+
+def _add_norm(norm: RMSNorm, x_RH: Tensor, delta_RH: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (x_RH, norm(x_RH)) if delta_RH is None else norm.add(x_RH, delta_RH)

@@ -1,10 +1,14 @@
-"""Whether two directories hold the same weights, found out without reading gigabytes."""
+"""Whether two directories hold the same model: its small files whole, its weights without reading gigabytes."""
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peagle.errors import PeagleError
 from peagle.models.weights import weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Of each file: this many blocks of this many bytes, evenly spaced, the first one with names, shapes and dtypes in it.
 # Any training run changes nearly every weight, so a sample of a few hundred KB tells its results apart.
@@ -29,6 +33,22 @@ def weights_fingerprint(path: Path) -> str:
         except OSError as error:
             raise PeagleError(f"cannot read {file} ({error.strerror}): check the file") from None
     return digest.hexdigest()
+
+
+def file_sha256(file: Path) -> str | None:
+    """None for a file that is not there: a tokenizer may come without a tokenizer.json. Raises PeagleError."""
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise PeagleError(f"cannot read {file} ({error.strerror}): check the file") from None
+
+
+def template_sha256(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Identity of a tokenizer's chat template."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def _starts(size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Convert a GGUF file of the llama or qwen2 architecture into a Hugging Face style directory in bfloat16.
+"""Convert a GGUF file of the llama, qwen2 or qwen3 architecture into a Hugging Face style directory in bfloat16.
 
 A quantized file is dequantized: the result is a target of its own, not the model that was quantized. File format and
 tensor names after the GGUF specification and llama.cpp's `convert_hf_to_gguf.py`, whose changes are undone here.
@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
+from peagle.files import save_tensors
 from peagle.models.spec import CAUSAL_LM_CLASS
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -42,6 +45,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QWEN = ("qwen2", "qwen3")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Two quantizations of one matrix differ by a few percent of its norm, unrelated matrices by about 140 percent.
 TIED_TOLERANCE = 0.25
@@ -131,9 +135,8 @@ def read_gguf(path: Path) -> GgufFile:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except CORRUPT as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise PeagleError(
-            f"{path} cannot be read as GGUF ({reason}): it may be truncated; download it again"
+            f"{path} cannot be read as GGUF ({one_line(error)}): it may be truncated; download it again"
         ) from error
     source = GgufFile(path, fields, {tensor.name: tensor for tensor in reader.tensors})
     _refuse_unsupported(source)
@@ -191,8 +194,9 @@ def _config(source: GgufFile) -> dict[str, Any]:
         "pad_token_id": source.token_id("padding"),
         "torch_dtype": "bfloat16",
     }
-    if family == "llama":
+    if family != "qwen2":
         config["attention_bias"] = "blk.0.attn_output.bias" in source.tensors
+    if family == "llama":
         config["mlp_bias"] = "blk.0.ffn_down.bias" in source.tensors
     else:
         config["use_sliding_window"] = False
@@ -336,7 +340,7 @@ def _tokenizer_config(source: GgufFile) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
     }
     # Qwen2 names a begin token in the file but has none; its unknown token is likewise a formality.
-    roles = {"eos": "eos", "pad": "padding"} if source.architecture == "qwen2" else {
+    roles = {"eos": "eos", "pad": "padding"} if source.architecture in QWEN else {
         "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding",
     }  # fmt: skip
     for name, role in roles.items():
@@ -353,7 +357,7 @@ def _generation_config(source: GgufFile) -> dict[str, Any]:
     """Which tokens end a text. The chat models of Qwen2 also stop at the end of a document, unlike the file says."""
     eos, tokens = source.token_id("eos"), source.fields["tokenizer.ggml.tokens"]
     ends: int | list[int] | None = eos
-    if source.architecture == "qwen2" and eos is not None and "<|endoftext|>" in tokens:
+    if source.architecture in QWEN and eos is not None and "<|endoftext|>" in tokens:
         end_of_document = tokens.index("<|endoftext|>")
         ends = [eos] if end_of_document == eos else [eos, end_of_document]
     return {"bos_token_id": source.token_id("bos"), "eos_token_id": ends, "pad_token_id": source.token_id("padding")}
@@ -362,9 +366,6 @@ def _generation_config(source: GgufFile) -> dict[str, Any]:
 def _write_directory(
     folder: Path, source: GgufFile, config: dict[str, Any], state: dict[str, Tensor], tokenizer: "Tokenizer"
 ) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     documents = {
         "config.json": config,
         "generation_config.json": _generation_config(source),
@@ -374,10 +375,7 @@ def _write_directory(
         text = json.dumps(document, indent=2, ensure_ascii=False)
         (folder / name).write_text(text + "\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    try:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # its way of reporting an I/O problem
-        raise OSError(str(error)) from error
+    save_tensors(folder / "model.safetensors", state)
 
 
 def _put_in_place(scratch: Path, out_dir: Path) -> None:

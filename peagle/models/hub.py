@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 from peagle.models.gguf import CONVERTER_VERSION, convert_gguf
 
 DEMO_MODEL = "smollm2-135m"
@@ -28,11 +28,11 @@ ACCEPTED_FORMS = f"a local model directory, a .gguf file, a Hub id (org/name), o
 MIB = 1 << 20
 
 
-def resolve_model(model: str, *, progress: bool = True) -> Path:
+def resolve_model(model: str, *, progress: bool = True, weights: bool = True) -> Path:
     """The local directory (config, tokenizer, safetensors) of MODEL, downloaded or converted if need be.
 
     Accepts a directory, a `.gguf` file, a Hub id, or the demo model's name. A conversion is announced on stderr unless
-    `progress` is False. Raises PeagleError when MODEL cannot be had.
+    `progress` is False. Without `weights`, none are downloaded. Raises PeagleError when MODEL cannot be had.
     """
     if model == DEMO_MODEL:
         return _demo_directory(progress)
@@ -43,7 +43,7 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     if os.path.isfile(path) and path.suffix == ".gguf":
         return _convert_once(path, f"{path.stem}-{_fingerprint(path)}", progress)
     if HUB_ID.fullmatch(model) and not os.path.exists(path) and path.suffix != ".gguf":
-        return _checked_directory(_download(model))
+        return _checked_directory(_download(model, weights))
     raise PeagleError(f"model {model!r} not found: expected {ACCEPTED_FORMS}; check the spelling")
 
 
@@ -124,13 +124,14 @@ def _fingerprint(file: Path) -> str:
     return hashlib.sha256(str(size).encode() + head + tail).hexdigest()[:16]
 
 
-def _download(repo_id: str) -> Path:
+def _download(repo_id: str, weights: bool) -> Path:
     """A snapshot of a Hub model: fetched, brought up to date, or taken from the hub's local cache when offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED))
+        skipped = HUB_SKIPPED if weights else [*HUB_SKIPPED, "*.safetensors"]
+        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, ignore_patterns=skipped))
     except GatedRepoError as error:
         problem = "is gated: accept its licence on huggingface.co, then run: hf auth login"
         raise PeagleError(f"model {repo_id!r} {problem}") from error
@@ -143,7 +144,6 @@ def _download(repo_id: str) -> Path:
         )
         raise PeagleError(f"model {repo_id!r} {problem}, or name a local directory") from error
     except Exception as error:  # requests' or httpx' errors, by version of the hub library, and full disks
-        reason = " ".join(str(error).split())[:200]
         raise PeagleError(
-            f"model {repo_id!r} could not be downloaded ({reason}): try again, or name a local directory"
+            f"model {repo_id!r} could not be downloaded ({one_line(error)}): try again, or name a local directory"
         ) from error

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from peagle.kernels.rms_norm import add_rms_norm, rms_norm
+from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
+from peagle.kernels.swiglu import silu_mul
 
 # (layer index, q_RND, k_RMD, v_RMD) -> o_RND. The model computes rotated q, k and v; whoever calls the model decides
 # what a row may see: a paged cache when serving, the (anchor, depth) relation when training.
@@ -58,6 +61,7 @@ class Rope(nn.Module):
     """
 
     inv_freq: Tensor
+    kernels: str = "torch"
 
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
@@ -65,11 +69,8 @@ class Rope(nn.Module):
         self.register_buffer("inv_freq", rope_inverse_frequencies(spec), persistent=False)
 
     def forward(self, positions_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [R, 1, D] in `dtype`, computed in float32; the first half of sin is negated for
-        `apply_rope`."""
-        angles = torch.outer(positions_R.float(), self.inv_freq)
-        cos_RD, sin_RD = angles.cos().repeat(1, 2), angles.sin()
-        return cos_RD[:, None].to(dtype), torch.cat((-sin_RD, sin_RD), dim=-1)[:, None].to(dtype)
+        """cos and sin, each [R, 1, D] in `dtype`, as `rope_tables` lays them out."""
+        return rope_tables(positions_R, self.inv_freq, dtype, backend=self.kernels)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         """Behind `.to()` and `.to_empty()`: follow the device, keep the dtype, get values when leaving meta."""
@@ -78,13 +79,10 @@ class Rope(nn.Module):
         return self
 
 
-def apply_rope(x_RND: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2), the Hugging Face layout."""
-    return x_RND * cos_R1D + x_RND.roll(x_RND.shape[-1] // 2, dims=-1) * sin_R1D
-
-
 class RMSNorm(nn.Module):
     """y = w * x / rms(x), the mean square in float32."""
+
+    kernels: str = "torch"
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -92,9 +90,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        xf = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        normed = xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, backend=self.kernels)
+
+    def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """stream + delta, and that normed."""
+        return add_rms_norm(delta, stream, self.weight, self.eps, backend=self.kernels)
 
 
 class MergedLinear(nn.Linear):
@@ -111,18 +111,24 @@ class MergedLinear(nn.Linear):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
+    kernels: str = "torch"
+
     def __init__(self, hidden: int, intermediate: int, *, bias: bool = False) -> None:
         super().__init__()
         self.gate_up_proj = MergedLinear(hidden, (intermediate, intermediate), bias=bias)
         self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(silu_mul(self.gate_up_proj(x), backend=self.kernels))
 
 
 class Attention(nn.Module):
-    """Grouped-query attention around an `Attend`: projections and RoPE here, the visibility rule outside."""
+    """Grouped-query attention around an `Attend`: projections, head norms and RoPE here, the visibility rule outside.
+
+    With `head_norm_eps`, each query and key head passes through an RMSNorm before RoPE (Qwen3).
+    """
+
+    kernels: str = "torch"
 
     def __init__(
         self,
@@ -135,17 +141,23 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
+        head_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
         splits = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = MergedLinear(in_features, splits, bias=qkv_bias)
         self.o_proj = nn.Linear(heads * head_dim, out_features, bias=o_bias)
+        self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
+        self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
 
     def forward(self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        rotated, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=-2)
-        q, k = apply_rope(rotated, cos_R1D, sin_R1D).split((self.heads, self.kv_heads), dim=-2)
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q, k, v = rope_qkv(
+            self.qkv_proj(x), cos_R1D, sin_R1D, self.heads, self.kv_heads, norms, backend=self.kernels
+        )  # fmt: skip
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
 
@@ -165,13 +177,37 @@ class DecoderLayer(nn.Module):
         qkv_bias: bool = False,
         o_bias: bool = False,
         mlp_bias: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(layer, hidden, hidden, heads, kv_heads, head_dim, qkv_bias=qkv_bias, o_bias=o_bias)
+        self.self_attn = Attention(
+            layer, hidden, hidden, heads, kv_heads, head_dim,
+            qkv_bias=qkv_bias, o_bias=o_bias, head_norm_eps=eps if qk_norm else None,
+        )  # fmt: skip
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(hidden, intermediate, bias=mlp_bias)
 
     def forward(self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend) -> Tensor:
-        x_RH = x_RH + self.self_attn(self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend)
-        return x_RH + self.mlp(self.post_attention_layernorm(x_RH))
+        x_RH, delta_RH = self.parts(x_RH, self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend)
+        return x_RH + delta_RH
+
+    def parts(
+        self, x_RH: Tensor, normed_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after attention, and what the feed-forward part adds to it: the next norm can do that itself.
+
+        `normed_RH` is the input norm of the stream `x_RH`.
+        """
+        x_RH, normed_RH = self.post_attention_layernorm.add(x_RH, self.self_attn(normed_RH, cos_R1D, sin_R1D, attend))
+        return x_RH, self.mlp(normed_RH)
+
+
+def use_kernels(module: nn.Module, kernels: str) -> None:
+    """Choose the form of every norm, rotation and gate below `module`: "torch", as they are made, "triton" or "auto".
+
+    The Triton forms have no gradients.
+    """
+    for part in module.modules():
+        if isinstance(part, RMSNorm | Rope | SwiGLU | Attention):
+            part.kernels = kernels

@@ -12,11 +12,13 @@ from typing import Any, Literal
 from peagle.errors import PeagleError
 from peagle.models.layers import Llama3Scaling, RopeSpec
 
-Family = Literal["llama", "qwen2", "other"]  # "other": only through transformers, to train for
+Family = Literal["llama", "qwen2", "qwen3", "other"]  # "other": only through transformers, to train for
 
-CAUSAL_LM_CLASS: dict[str, str] = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")  # that the engine computes
+CAUSAL_LM_CLASS: dict[str, str] = {family: f"{family.capitalize()}ForCausalLM" for family in FAMILIES}
 MAX_SIZE = 2**31 - 1  # of any dimension or token id: beyond it, a file is damaged
-DEFAULT_ROPE_THETA = 10000.0  # what both families assume when the config is silent
+DEFAULT_ROPE_THETA = 10000.0  # what all families assume when the config is silent
+QWEN3_HEAD_DIM = 128  # what Qwen3 assumes when the config is silent, whatever the hidden size
 
 
 class UnsupportedTarget(PeagleError):
@@ -25,7 +27,10 @@ class UnsupportedTarget(PeagleError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Everything that shapes a target. Sizes are per model, not per device; `eos_token_ids` may be empty."""
+    """Everything that shapes a target. Sizes are per model, not per device; `eos_token_ids` may be empty.
+
+    `qk_norm`: each query and key head passes through an RMSNorm before RoPE.
+    """
 
     family: Family
     vocab_size: int
@@ -44,10 +49,11 @@ class ModelSpec:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qk_norm: bool = False
 
 
 def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Read a decoded `config.json` (and `generation_config.json`, if there is one) of the llama or qwen2 family.
+    """Read a decoded `config.json` (and `generation_config.json`, if there is one) of a supported family.
 
     Raises PeagleError for everything that cannot be computed exactly.
     """
@@ -55,15 +61,14 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     _refuse_unsupported(config)
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", default=heads)
-    head_dim = _size(config, "head_dim", default=hidden // heads)
+    head_dim = _size(config, "head_dim", default=QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
     if heads % kv_heads or head_dim % 2:
         raise PeagleError(
             f"config.json has num_attention_heads {heads}, num_key_value_heads {kv_heads}, head_dim {head_dim}: "
             "expected heads to be a multiple of key/value heads and an even head_dim; check the file"
         )
     max_positions = _size(config, "max_position_embeddings")
-    llama = family == "llama"
-    attention_bias = _flag(config, "attention_bias") if llama else True
+    attention_bias = True if family == "qwen2" else _flag(config, "attention_bias")
     return ModelSpec(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -77,19 +82,22 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         rope=rope_from_config(config, head_dim, max_positions),
         max_position_embeddings=max_positions,
         qkv_bias=attention_bias,
-        o_bias=attention_bias and llama,
-        mlp_bias=_flag(config, "mlp_bias") if llama else False,
+        o_bias=attention_bias and family != "qwen2",
+        mlp_bias=_flag(config, "mlp_bias") if family == "llama" else False,
         tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         bos_token_id=_bos(config, generation_config),
         eos_token_ids=_eos(config, generation_config),
+        qk_norm=family == "qwen3",
     )
 
 
 def _family(config: Mapping[str, Any]) -> Family:
-    family = config.get("model_type")
-    if family not in ("llama", "qwen2"):
+    named = config.get("model_type")
+    family = next((known for known in FAMILIES if known == named), None)
+    if family is None:
         raise UnsupportedTarget(
-            f"model_type {family!r} is not supported: expected 'llama' or 'qwen2'; choose a target of these families"
+            f"model_type {named!r} is not supported: expected 'llama', 'qwen2' or 'qwen3'; choose a target of these "
+            "families"
         )
     architectures = _list(config, "architectures") or [CAUSAL_LM_CLASS[family]]
     if CAUSAL_LM_CLASS[family] not in architectures:
@@ -97,7 +105,7 @@ def _family(config: Mapping[str, Any]) -> Family:
             f"architecture {', '.join(map(str, architectures))} is not a target model: expected "
             f"{CAUSAL_LM_CLASS[family]}; a drafter head goes with --head, not in place of MODEL"
         )
-    return "llama" if family == "llama" else "qwen2"
+    return family
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
 from peagle.models.hub import resolve_model
 from peagle.models.spec import ModelSpec, spec_from_hf
-from peagle.models.tokenizer import load_tokenizer
-from peagle.models.weights import load_model
+from peagle.models.tokenizer import load_tokenizer, placeholder_tokenizer
+from peagle.models.weights import dummy_model, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,15 +33,25 @@ class Target:
     native: bool = True
 
 
-def load_target(model: str, *, dtype: torch.dtype, device: torch.device, progress: bool = True) -> Target:
+def load_target(
+    model: str, *, dtype: torch.dtype, device: torch.device, progress: bool = True, load_format: str = "auto"
+) -> Target:
     """Resolve MODEL and load it frozen, in eval mode. `progress` allows a note on stderr about a conversion.
 
-    Raises PeagleError for an unknown, unsupported or damaged model.
+    `load_format` "dummy" draws random weights, for benchmarks: MODEL then needs no more than its config.json, and
+    without a tokenizer.json gets a placeholder tokenizer. Raises PeagleError for an unknown, unsupported or damaged
+    model.
     """
-    path = resolve_model(model, progress=progress)
+    dummy = load_format == "dummy"
+    path = resolve_model(model, progress=progress, weights=not dummy)
     spec = read_spec(path)
-    tokenizer = load_tokenizer(path)
-    weights = load_model(path, spec, dtype=dtype, device=device)
+    if dummy:
+        has_tokenizer = (path / "tokenizer.json").is_file()
+        tokenizer = load_tokenizer(path) if has_tokenizer else placeholder_tokenizer(spec.vocab_size)
+        weights = dummy_model(spec, dtype=dtype, device=device)
+    else:
+        tokenizer = load_tokenizer(path)
+        weights = load_model(path, spec, dtype=dtype, device=device)
     return Target(name=display_name(model), path=path, spec=spec, model=weights, tokenizer=tokenizer)
 
 

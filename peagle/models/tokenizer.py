@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,9 +30,8 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises plain Exception for a malformed tokenizer.json
-        reason = " ".join(str(error).split())[:200]
         raise PeagleError(
-            f"{path} has no usable tokenizer ({reason}): expected tokenizer.json and tokenizer_config.json; "
+            f"{path} has no usable tokenizer ({one_line(error)}): expected tokenizer.json and tokenizer_config.json; "
             "download the model again"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -41,6 +40,17 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
             "use a copy of the model that has the file"
         )
     return tokenizer
+
+
+def placeholder_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
+    """For a model with random weights: token 5 reads "<5>"; in a text, any other word is taken for "<0>"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{token}>": token for token in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def render_chat(

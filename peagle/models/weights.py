@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import MergedLinear, RMSNorm
 from peagle.models.spec import ModelSpec
@@ -115,9 +115,8 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
         raise PeagleError(
-            f"{file} cannot be read as safetensors ({reason}): it may be truncated; download it again"
+            f"{file} cannot be read as safetensors ({one_line(error)}): it may be truncated; download it again"
         ) from error
 
 
@@ -133,6 +132,27 @@ def random_weights(model: nn.Module, seed: int) -> None:
             else:  # norms and biases vary too, so that a test notices when one is left out
                 noise = 0.1 * noise + (1.0 if isinstance(module, RMSNorm) else 0.0)
             parameter.copy_(noise)
+
+
+@torch.no_grad()
+def dummy_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> TargetModel:
+    """A frozen model with random weights, drawn on `device`, for benchmarks: no file is read.
+
+    Matrices have a standard deviation of fan_in ** -0.5, embeddings and norms of 1, biases are 0: activations keep the
+    size they have in a trained model, so what depends on values (rounding, routing, overflow) behaves.
+    """
+    model = empty_model(spec, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    tied = spec.tie_word_embeddings
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if isinstance(module, RMSNorm) else 0.0)
+            elif isinstance(module, nn.Embedding):
+                parameter.normal_(generator=generator)
+            elif not (tied and module is model.lm_head):
+                parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+    return model
 
 
 def _hf_name(name: str) -> str:

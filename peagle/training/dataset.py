@@ -60,11 +60,14 @@ def read_shard(path: Path) -> list[Document]:
         raise _damaged(path, str(error)) from error
     if table.column_names != ["id", "input_ids", "loss_mask"]:
         raise _damaged(path, f"it has columns {table.column_names}, expected id, input_ids and loss_mask")
+    names = table.column("id")
+    if names.null_count or not (pa.types.is_string(names.type) or pa.types.is_large_string(names.type)):
+        raise _damaged(path, f"its ids are {names.type}, {names.null_count} of them null: every document needs a text")
     ids, id_starts = _flat_lists(table.column("input_ids"), pa.int32(), path)
     mask, mask_starts = _flat_lists(table.column("loss_mask"), pa.bool_(), path)
     if not np.array_equal(id_starts, mask_starts):
         raise _damaged(path, "input_ids and loss_mask differ in length")
-    spans = zip(table.column("id").to_pylist(), id_starts[:-1].tolist(), id_starts[1:].tolist(), strict=True)
+    spans = zip(names.to_pylist(), id_starts[:-1].tolist(), id_starts[1:].tolist(), strict=True)
     return [Document(name, ids[start:end], mask[start:end]) for name, start, end in spans]
 
 

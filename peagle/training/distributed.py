@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # A rank may wait as long as rank 0 evaluates or saves. Ranks that died are noticed by their closed connections.
@@ -109,10 +109,9 @@ class Ranks:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:160]
             raise PeagleError(
-                f"rank {self.rank} lost the other ranks ({reason}): the first of them to stop says why; run the same "
-                "command to resume from the last checkpoint"
+                f"rank {self.rank} lost the other ranks ({one_line(error)}): the first of them to stop says why; "
+                "run the same command to resume from the last checkpoint"
             ) from None
 
 
@@ -132,8 +131,9 @@ def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=_PATIENCE)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = " ".join(str(error).split())[:160]
-        raise PeagleError(f"rank {ranks.rank} cannot reach rank 0 at {where} ({reason}): check the network") from None
+        raise PeagleError(
+            f"rank {ranks.rank} cannot reach rank 0 at {where} ({one_line(error)}): check the network"
+        ) from None
     try:
         yield
     except (KeyboardInterrupt, SystemExit):  # all ranks stop, at the same step

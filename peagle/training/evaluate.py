@@ -56,7 +56,7 @@ def evaluate(
         outcome = objective(map_tensors(batch, lambda tensor: tensor.to(device)), train=False)
         statistics = statistics + outcome.statistics
         loss_sum += outcome.loss_sum.item()
-        weight += outcome.weight
+        weight += plan.weight
         pack_rounds, pack_emitted = count_rounds(packed, accepted_drafts(rows, outcome.correct_R.cpu().numpy(), layout))
         rounds, emitted = rounds + pack_rounds, emitted + pack_emitted
         seen, positions = seen + len(packed.source_D), positions + batch.positions
@@ -91,8 +91,10 @@ def count_rounds(packed: Packed, accepted_P: NDArray[np.int64]) -> tuple[int, in
         if not packed.supervised_P[anchor]:
             anchor += 1
             continue
-        # Drafts stop at the end of a span, so the next anchor never jumps over the first row of another.
-        advance = int(accepted_P[anchor]) + 1
-        rounds, emitted = rounds + 1, emitted + advance
-        anchor += advance
+        accepted = int(accepted_P[anchor])
+        rounds, emitted = rounds + 1, emitted + accepted + 1
+        # Drafts stop at the end of a span. Where that ends the document, no position goes with the bonus token.
+        reached = anchor + accepted
+        inside = reached < len(accepted_P) and packed.doc_P[reached] == packed.doc_P[anchor]
+        anchor = reached + 1 if inside else reached
     return rounds, emitted

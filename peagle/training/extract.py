@@ -4,36 +4,75 @@ What is computed for a shard depends on its documents alone, so a run that goes 
 files as one that never stopped.
 """
 
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from peagle.config import ExtractConfig
 from peagle.devices import resolve_device, resolve_dtype
+from peagle.errors import PeagleError
+from peagle.files import open_output
+from peagle.models.fingerprint import file_sha256, weights_fingerprint
 from peagle.models.hub import resolve_model
-from peagle.models.target import Target
-from peagle.training.dataset import data_hash, load_documents
-from peagle.training.extract_plan import ExtractPlan, ask_for_space, estimate, kept_shards, make_plan, missing_shards
+from peagle.models.target import Target, display_name
+from peagle.training.corpus import cut_to_context, load_prepared
+from peagle.training.dataset import Document
 from peagle.training.feature_store import (
+    STORE_MANIFEST,
+    WEIGHTS_KEY,
     FeatureManifest,
     FeatureShard,
+    check_settings,
+    dtype_name,
+    finished_shards,
+    plan_shards,
+    read_store_manifest,
+    stored_tokens,
     write_feature_shard,
     write_store_manifest,
 )
 from peagle.training.features import document_features
-from peagle.training.hf_target import load_training_target
-from peagle.training.lock import lock_output
-from peagle.training.setup import check_prepared_for
-from peagle.training.shards import remove_stale, write_error
-from peagle.training.show import say
+from peagle.training.hf_target import TargetSizes, load_training_target, target_sizes
+from peagle.training.setup import choose_tap_ids
+from peagle.training.show import say, size_text
+
+_GIB = 1024**3
+FREE_SHARE = 0.8  # of the free disk that is filled without asking
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtractPlan:
+    """What is to be written where: documents of the data set, their stored tokens, and the ranges of the shards."""
+
+    out: Path
+    documents: list[Document]
+    tokens_D: NDArray[np.int64]
+    ranges: list[tuple[int, int]]
+    tap_ids: tuple[int, ...]
+    dtype: torch.dtype
+    values_per_token: int  # C + H
+    settings: dict[str, Any]
+
+    def bytes(self, tokens: int) -> int:
+        """Size of the features of so many tokens."""
+        return tokens * self.values_per_token * self.dtype.itemsize
+
+    def shard_tokens(self, index: int) -> int:
+        """Stored tokens of a shard."""
+        first, stop = self.ranges[index]
+        return int(self.tokens_D[first:stop].sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +95,8 @@ def extract(
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    documents, data_manifest = load_documents(data)
-    path = resolve_model(model)
-    check_prepared_for(model, path, data, data_manifest)
-    if not data_manifest.get("complete", True):
-        say(console, f"{data} is not complete: extracting for the documents of its finished shards")
-    plan = make_plan(model, path, documents, data_hash(data_manifest), out, config, dtype, console)
+    documents, digest = load_prepared(model, data, console)
+    plan = make_plan(model, documents, digest, out, config, dtype, console)
     kept = kept_shards(plan)
     missing = missing_shards(plan, kept)
     estimate(plan, missing, console)
@@ -69,24 +104,135 @@ def extract(
         say(console, f"{out} is complete already ({len(kept)} shards): nothing to do")
         return _result(plan, kept, len(kept))
     ask_for_space(plan, missing, yes, console)
-    _open(plan)
+    open_output(out)
     target = load_training_target(model, dtype=dtype, device=device, console=console)
     manifest = FeatureManifest(settings=plan.settings, num_shards=len(plan.ranges), shards=list(kept))
     write_store_manifest(out, manifest)
-    _extract_missing(plan, manifest, target, console)
+    _extract_missing(plan, missing, manifest, target, console)
     result = _result(plan, manifest.shards, len(kept))
     say(console, f"{out}: features of {result.tokens:,} tokens; train with --features {out}")
     return result
 
 
-def _open(plan: ExtractPlan) -> None:
-    """Make the folder, keep other runs from it and clear what a killed one left."""
-    try:
-        plan.out.mkdir(parents=True, exist_ok=True)
-        lock_output(plan.out)
-        remove_stale(plan.out)
-    except OSError as error:
-        raise write_error(plan.out, error) from error
+def make_plan(
+    model: str,
+    documents: list[Document],
+    data: str,
+    out: Path,
+    config: ExtractConfig,
+    dtype: torch.dtype,
+    console: Console,
+) -> ExtractPlan:
+    """What is to be written for `model` and the documents of a data set with the hash `data`.
+
+    Raises PeagleError for taps that do not exist and data that do not fit the target.
+    """
+    path = resolve_model(model)
+    sizes = target_sizes(path)
+    tap_ids = choose_tap_ids(config.tap_ids, sizes.num_layers)
+    documents, note = cut_to_context(documents, sizes.context)
+    if note:
+        say(console, note)
+    tokens_D = stored_tokens(documents)
+    if not tokens_D.any():
+        raise PeagleError(f"none of {len(documents)} documents has a supervised token: prepare the data again")
+    _check_ids(documents, sizes)
+    values = (len(tap_ids) + 1) * sizes.hidden_size
+    shard_bytes = int(config.shard_gib * _GIB)
+    return ExtractPlan(
+        out=out,
+        documents=documents,
+        tokens_D=tokens_D,
+        ranges=plan_shards(tokens_D, values * dtype.itemsize, shard_bytes),
+        tap_ids=tap_ids,
+        dtype=dtype,
+        values_per_token=values,
+        settings={
+            "model": display_name(model),
+            "target_config_sha256": file_sha256(path / "config.json"),
+            WEIGHTS_KEY: weights_fingerprint(path),
+            "data_hash": data,
+            "tap_ids": list(tap_ids),
+            "dtype": dtype_name(dtype),
+            "context": sizes.context,
+            "hidden_size": sizes.hidden_size,
+            "shard_bytes": shard_bytes,
+        },
+    )
+
+
+def _check_ids(documents: Sequence[Document], sizes: TargetSizes) -> None:
+    largest = max(int(document.input_ids.max(initial=0)) for document in documents)
+    smallest = min(int(document.input_ids.min(initial=0)) for document in documents)
+    if smallest < 0 or largest >= sizes.vocab_size:
+        raise PeagleError(
+            f"the data hold token id {smallest if smallest < 0 else largest}, the target has {sizes.vocab_size} "
+            "tokens, numbered from 0: use the target that the data were prepared with"
+        )
+
+
+def kept_shards(plan: ExtractPlan) -> list[FeatureShard]:
+    """Finished shards of an earlier run with the same settings."""
+    if not (plan.out / STORE_MANIFEST).exists():
+        return []
+    manifest = read_store_manifest(plan.out)
+    if manifest.shards:
+        check_settings(plan.out, manifest.settings, plan.settings, "choose another --out or delete the folder")
+    return finished_shards(plan.out, manifest, plan.ranges)
+
+
+def missing_shards(plan: ExtractPlan, kept: Sequence[FeatureShard]) -> list[int]:
+    """Numbers of the shards that are still to be written."""
+    finished = {record.index for record in kept}
+    return [index for index in range(len(plan.ranges)) if index not in finished]
+
+
+def _needed(plan: ExtractPlan, missing: Sequence[int]) -> int:
+    """Bytes still to be written."""
+    return plan.bytes(sum(plan.shard_tokens(index) for index in missing))
+
+
+def estimate(plan: ExtractPlan, missing: Sequence[int], console: Console) -> None:
+    """Print how large the features get, in all and per shard, and what the disk has free."""
+    tokens, hidden = int(plan.tokens_D.sum()), plan.settings["hidden_size"]
+    largest = plan.bytes(max(plan.shard_tokens(index) for index in range(len(plan.ranges))))
+    rest = f", {size_text(_needed(plan, missing))} still to be written" if len(missing) < len(plan.ranges) else ""
+    say(
+        console,
+        f"{tokens:,} tokens x ({len(plan.tap_ids)} taps + 1) x {hidden:,} values x {plan.dtype.itemsize} bytes = "
+        f"{size_text(plan.bytes(tokens))} in {len(plan.ranges)} shards of up to {size_text(largest)}"
+        f"{rest}; {size_text(free_disk(plan.out))} free",
+    )
+
+
+def ask_for_space(plan: ExtractPlan, missing: Sequence[int], yes: bool, console: Console) -> None:
+    """Return if the missing shards may be written: raise PeagleError if they do not fit or the user says no."""
+    need, free = _needed(plan, missing), free_disk(plan.out)
+    if need > free:
+        raise PeagleError(
+            f"the features need {size_text(need)} and the disk of {plan.out} has {size_text(free)} free: free "
+            f"{size_text(need - free)}, choose another --out, or use less data"
+        )
+    if need <= FREE_SHARE * free or yes:
+        return
+    if console.is_terminal and sys.stdin.isatty():
+        question = f"That fills {need / free:.0%} of the free disk. Go on? [y/N] "
+        if console.input(question, markup=False).strip().lower() in ("y", "yes"):
+            return
+        raise PeagleError("nothing was written: choose another --out, or use less data")
+    more = need / FREE_SHARE - free
+    raise PeagleError(
+        f"the features need {size_text(need)}, more than {FREE_SHARE:.0%} of the {size_text(free)} free on the disk of "
+        f"{plan.out}: pass --yes to write them all the same, or free {size_text(more)}"
+    )
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes of the disk that `folder` is or will be on."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 class _ShardWriter:
@@ -123,8 +269,9 @@ class _ShardWriter:
             write_store_manifest(self._plan.out, self._manifest)
 
 
-def _extract_missing(plan: ExtractPlan, manifest: FeatureManifest, target: Target, console: Console) -> None:
-    missing = missing_shards(plan, manifest.shards)
+def _extract_missing(
+    plan: ExtractPlan, missing: Sequence[int], manifest: FeatureManifest, target: Target, console: Console
+) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
         TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
@@ -134,8 +281,8 @@ def _extract_missing(plan: ExtractPlan, manifest: FeatureManifest, target: Targe
     task = progress.add_task("target features", total=total, rate=0.0)
 
     def advance(tokens: int) -> None:
-        shown = progress.tasks[0]
-        progress.update(task, advance=tokens, rate=(shown.completed + tokens) / (shown.elapsed or 1.0))
+        so_far = progress.tasks[0]
+        progress.update(task, advance=tokens, rate=(so_far.completed + tokens) / (so_far.elapsed or 1.0))
 
     try:
         with progress, _ShardWriter(plan, manifest) as writer:

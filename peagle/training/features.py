@@ -28,12 +28,12 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import Attend
 from peagle.training.attention import Backend, causal_document_attend
 from peagle.training.rows import Packed
+from peagle.training.show import say, size_text
 
 # Padded tokens of one target forward while the cache fills: enough to saturate a large GPU.
 FILL_TOKENS = 65536
 # Share of the free memory that the cache may take: the rest is for activations, gradients and optimiser state.
 CACHE_SHARE = 0.85
-_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +203,11 @@ def padded_causal_attend(count: int, length: int) -> Attend:
 
 def _check_fits(shape: tuple[int, int], like: Tensor, console: Console) -> None:
     need, free = shape[0] * shape[1] * like.element_size(), free_bytes(like.device)
-    console.print(
-        f"feature cache: {shape[0]:,} tokens, {need / _GIB:.2f} GiB on {like.device} ({free / _GIB:.2f} free)"
-    )
+    say(console, f"feature cache: {shape[0]:,} tokens, {size_text(need)} on {like.device} ({size_text(free)} free)")
     if need > CACHE_SHARE * free:
         raise PeagleError(
-            f"the feature cache needs {need / _GIB:.2f} GiB, and {like.device} has {CACHE_SHARE * free / _GIB:.2f} GiB "
-            f"for it ({CACHE_SHARE:.0%} of what is free): use --no-cache-features, or less data"
+            f"the feature cache needs {size_text(need)}, and {like.device} has {size_text(CACHE_SHARE * free)} for it "
+            f"({CACHE_SHARE:.0%} of what is free): use --no-cache-features, or less data"
         )
 
 

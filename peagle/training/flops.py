@@ -61,8 +61,8 @@ class PackCost:
 
     def of(self, batch: Batch) -> int:
         """FLOPs of a batch; reads nothing from the device."""
-        targets = sum(len(chunk.loss_rows.targets_T) for chunk in batch.plan.chunks)
-        return self(batch.seen_R, positions=batch.positions, charged=batch.plan.charged_rows, targets=targets)
+        plan = batch.plan
+        return self(batch.seen_R, positions=batch.positions, charged=plan.charged_rows, targets=plan.targets)
 
     def __call__(self, seen_R: NDArray[np.int64], *, positions: int, charged: int, targets: int) -> int:
         """`seen_R` are the keys each real row would see without a window, positions first; `charged` rows have loss and

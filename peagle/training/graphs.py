@@ -55,11 +55,11 @@ class Steps:
         *,
         graphs: bool,
     ) -> None:
-        """`graphs`: capture packs of fixed shape, and the update."""
+        """`graphs`: capture packs of fixed shape, where the objective allows it, and the update."""
         self._objective, self._gradients, self._optimizers = objective, gradients, optimizers
         self._clip_norm, self._graphs = clip_norm, graphs
         self._batch: Batch | None = None  # the captured one
-        self._pack = Captured(self._run_captured_pack, graphs)
+        self._pack = Captured(self._run_captured_pack, graphs and objective.capturable)
         self.update = Captured(self._update, graphs)
 
     def run_pack(self, batch: Batch) -> None:

@@ -35,7 +35,6 @@ class LossRows:
 
     rows_L: Tensor  # int64: which hidden state is the row's; different for all rows with weight
     rank_L: Tensor  # int64: place of its target in targets_T
-    depth_L: Tensor  # int64
     weight_L: Tensor  # float32; a row of weight 0 may hold anything
     targets_T: Tensor  # int64: packed positions, ascending within a slab
     slabs: tuple[tuple[int, int, int, int], ...]  # first and end row, first and end target: the rows use only those
@@ -51,7 +50,7 @@ class RowLoss:
     row_loss_L: Tensor  # not weighted; 0 on rows of weight 0
 
 
-def plan_loss_rows(rows: IntArray, target: IntArray, depth: IntArray, weight: FloatArray, max_rows: int) -> LossRows:
+def plan_loss_rows(rows: IntArray, target: IntArray, weight: FloatArray, max_rows: int) -> LossRows:
     """Sort rows by target position and cut them into slabs of at most `max_rows` rows, never within a target.
 
     `rows` index the hidden states of one call and are all different; those of one target keep their order. A target
@@ -72,7 +71,6 @@ def plan_loss_rows(rows: IntArray, target: IntArray, depth: IntArray, weight: Fl
     return LossRows(
         rows_L=torch.from_numpy(rows[order].astype(np.int64)),
         rank_L=torch.from_numpy(rank.astype(np.int64)),
-        depth_L=torch.from_numpy(depth[order].astype(np.int64)),
         weight_L=torch.from_numpy(weight[order].astype(np.float32)),
         targets_T=torch.from_numpy(targets.astype(np.int64)),
         slabs=tuple(slabs),
@@ -96,7 +94,6 @@ def fixed_loss_rows(loss_rows: LossRows, slabs: int, rows: int, targets: int) ->
     return LossRows(
         rows_L=F.pad(loss_rows.rows_L, padding),
         rank_L=F.pad(torch.from_numpy(rank_L - first_S[slab_L] + slab_L * targets), padding),
-        depth_L=F.pad(loss_rows.depth_L, padding),
         weight_L=F.pad(loss_rows.weight_L, padding),
         targets_T=torch.from_numpy(targets_T),
         slabs=tuple((s * rows, (s + 1) * rows, s * targets, (s + 1) * targets) for s in range(slabs)),
@@ -161,7 +158,7 @@ class HeadLoss:
     ) -> RowLoss:
         """Charge `loss_rows` of the draft's final hidden states against the target's.
 
-        `labels_P` are target ids, -1 for none; only "hard-ce" reads them. Waits for nothing on the device.
+        `labels_P` are target ids; only "hard-ce" reads them. Waits for nothing on the device.
         """
         wide = torch.promote_types(self._head_UH.dtype, torch.float32)
         count, device = len(loss_rows.rows_L), hidden_XH.device
@@ -195,7 +192,7 @@ class HeadLoss:
         top_S, logits_SU = summary.top_T, logits_SV
         if self._draft_ids_U is not None and self._to_draft_V is not None:
             top_S = self._to_draft_V[top_S]
-            label_S = self._to_draft_V[label_S.clamp(min=0)].where(label_S >= 0, -1)
+            label_S = self._to_draft_V[label_S]
             if self._loss != "hard-ce":
                 logits_SU = logits_SV.index_select(1, self._draft_ids_U)
                 summary = row_summary(logits_SU, backend=self._backend)

@@ -17,11 +17,11 @@ class Interrupt:
     and this does nothing.
     """
 
-    def __init__(self, notice: Callable[[], None], *, patient: bool = False) -> None:
-        """`notice` tells the user that the first one was seen. `patient`: torchrun passes every Ctrl-C on to ranks that
+    def __init__(self, note: Callable[[str], None], *, patient: bool = False) -> None:
+        """`note` tells the user. `patient`: torchrun passes every Ctrl-C on to ranks that
         the terminal has sent it to already, so a second one is not taken for impatience."""
         self._patient = patient
-        self._notice = notice
+        self._note = note
         self._number: int | None = None
         self._main = threading.current_thread() is threading.main_thread()
 
@@ -52,4 +52,4 @@ class Interrupt:
                 raise KeyboardInterrupt
             return
         self._number = number
-        self._notice()
+        self._note("finishing this step, then saving" + ("" if self._patient else "; Ctrl-C again stops at once"))

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from peagle.training.shards import write_atomic
+from peagle.files import write_atomic
 
 
 class LogFile:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 
 PROJECT = "peagle"
 RUN_ID_FILE = "run_id"
@@ -130,7 +130,7 @@ class Loggers:
             except Exception as error:  # a package of others: anything
                 self.close()
                 raise PeagleError(
-                    f"logger {name!r} did not start ({_short(error)}): set it up, or leave it out"
+                    f"logger {name!r} did not start ({one_line(error)}): set it up, or leave it out"
                 ) from error
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ class Loggers:
                 call(logger)
             except Exception as error:  # as above
                 del self._open[name]
-                self._note(f"logger {name} failed and is left out from here on ({_short(error)})")
+                self._note(f"logger {name} failed and is left out from here on ({one_line(error)})")
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -164,7 +164,3 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float
         elif isinstance(value, int | float):
             flat[path] = float(value)
     return flat
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

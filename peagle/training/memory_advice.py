@@ -10,12 +10,6 @@ _LEAST_LOSS_CHUNK = 512  # below it, the loss's memory is not what fills a GPU
 _NAMED = 3  # settings named at once
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch ran out of memory, on a GPU or on the host."""
-    on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return on_host or type(error).__name__ == "OutOfMemoryError"
-
-
 def out_of_memory(error: BaseException, step: int, config: TrainConfig, layout: RowLayout) -> PeagleError:
     """The error of a run that ran out of memory after `step` steps: what was asked for, what was free, what to turn."""
     text = str(error)

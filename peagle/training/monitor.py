@@ -15,6 +15,7 @@ from peagle.training.evaluate import Evaluation
 from peagle.training.log_file import LogFile
 from peagle.training.loggers import Loggers
 from peagle.training.served import Served
+from peagle.training.show import say
 from peagle.training.statistics import DepthReport, DepthStatistics
 
 _GIB = 1024**3
@@ -76,7 +77,7 @@ class StepReport:
 class LogEntry:
     """One line of train.jsonl. Counts and seconds are totals of the run, the rest covers the steps since the last line.
 
-    `seconds` is training time, evaluation and checkpoints included, loading and the feature cache not.
+    `seconds` is training time: neither loading nor evaluations and checkpoints on the way.
     """
 
     step: int
@@ -114,7 +115,7 @@ class LogEntry:
 class Monitor:
     """Appends to the log file and shows progress: a live line on a terminal, a line per report elsewhere."""
 
-    def __init__(self, log: LogFile, console: Console, loggers: Loggers | None = None) -> None:
+    def __init__(self, log: LogFile, console: Console, loggers: Loggers) -> None:
         """`loggers` are told whatever the log file is."""
         # Steps whose evaluation the log holds: a resumed run may repeat one.
         self._held_out, self._served = (
@@ -131,8 +132,7 @@ class Monitor:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
-        if self._loggers is not None:
-            self._loggers.close()
+        self._loggers.close()
         self._log.flush()
         if self._log.waiting:
             self.note(f"{self._log.waiting} lines of {self._log.path} could not be written ({self._log.problem})")
@@ -174,7 +174,7 @@ class Monitor:
 
     def note(self, line: str) -> None:
         """Say something beside the progress line."""
-        self._console.print(line, soft_wrap=True, highlight=False)
+        say(self._console, line)
 
     def _append(self, record: dict[str, Any]) -> None:
         waited = self.log_waits
@@ -186,8 +186,7 @@ class Monitor:
             )
         if waited and not self.log_waits:
             self.note(f"{self._log.path} is written again, nothing is missing")
-        if self._loggers is not None:
-            self._loggers.log(record)
+        self._loggers.log(record)
 
 
 def _shares(values: Sequence[float]) -> str:

@@ -17,7 +17,7 @@ from peagle.drafters.vocab import target_ids
 from peagle.models.decoder import TargetModel
 from peagle.training.attention import Backend
 from peagle.training.batches import Batch
-from peagle.training.features import FeatureSource
+from peagle.training.features import FeatureSource, OnlineFeatures
 from peagle.training.head_loss import HeadLoss
 from peagle.training.partition import Charge, Passes, prefix_once, recompute_prefix, unrolled
 from peagle.training.plan import Partition
@@ -35,10 +35,9 @@ _STRATEGIES: Mapping[Partition, Callable[[Passes, Batch, Tensor, Charge], None]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one pack, detached. The mean loss is `loss_sum / weight`."""
+    """Result of one pack, detached. The mean loss is `loss_sum` over the plan's weight."""
 
     loss_sum: Tensor  # scalar: sum of weight * loss over rows
-    weight: float
     statistics: DepthStatistics
     correct_R: Tensor  # bool: draft argmax == target argmax; False on rows without loss
 
@@ -64,6 +63,11 @@ class Objective:
         full = drafter.config.draft_vocab_size == drafter.config.vocab_size
         self._draft_ids_U = None if full else target_ids(drafter.d2t)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether packs can be captured in a CUDA graph: a network of transformers waits for the device in its run."""
+        return not isinstance(self.features, OnlineFeatures) or isinstance(self.features.model, TargetModel)
+
     def __call__(self, batch: Batch, *, train: bool = True) -> Outcome:
         """Outcome of a batch on the training device; adds its gradients if `train`."""
         rows = batch.rows
@@ -74,7 +78,7 @@ class Objective:
         statistics = depth_statistics(
             rows.anchor_R, rows.depth_R, charge.correct_R, rows.supervised_R, self.config.num_depths
         )
-        return Outcome(charge.loss_sum, batch.plan.weight, statistics, charge.correct_R)
+        return Outcome(charge.loss_sum, statistics, charge.correct_R)
 
     def _head_loss(self, train: bool) -> HeadLoss:
         """The loss with this step's values of the output rows, which collect their gradient where they are trained."""

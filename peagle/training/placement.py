@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -13,42 +13,15 @@ if TYPE_CHECKING:
     from peagle.training.sharding import OwnRows
 
 
-class Placement(Protocol):
-    """What the trainer needs to know of it."""
+class Placement:
+    """A full copy of a module on every rank; rank 0's at the start. All ranks must call its methods together.
 
-    ranks: Ranks
+    `updated` are the tensors that optimisers update: trained parameters by name, or, in `ShardedModule`, this rank's
+    rows of them; `own` says which rows, None for all.
+    """
 
-    @property
-    def updated(self) -> Mapping[str, nn.Parameter]:
-        """The tensors that optimisers update: trained parameters by name, or this rank's rows of them."""
-
-    @property
-    def own(self) -> "Mapping[str, OwnRows] | None":
-        """Which rows `updated` are; None when they are whole."""
-
-    def gradients(self, counters: int) -> GradientBuffer:
-        """The buffer of the run's gradients; to be called once."""
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Whole parameters in the module for the time of the block, which all ranks must enter and leave."""
-
-    def state(self) -> dict[str, Tensor]:
-        """The module's whole state on every rank; all ranks must call it."""
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the module from a whole state. Raises KeyError or RuntimeError when it is another module's."""
-
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """All of a tensor that lies as the parameter `name` does; all ranks must call it."""
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Inverse of `whole`."""
-
-
-class Whole:
-    """A full copy on every rank; rank 0's at the start."""
-
-    own = None
+    own: "Mapping[str, OwnRows] | None" = None
+    updated: Mapping[str, nn.Parameter]
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._module, self.ranks = module, ranks
@@ -56,27 +29,27 @@ class Whole:
         ranks.copy_from_main(self.updated.values())
 
     def gradients(self, counters: int) -> GradientBuffer:
-        """One all-reduce per step."""
+        """The buffer of the run's gradients; to be called once."""
         return GradientBuffer(list(self.updated.values()), self.ranks, counters)
 
     def gathered(self) -> AbstractContextManager[None]:
-        """They are whole anyway."""
+        """Whole parameters in the module for the time of the block, which all ranks must enter and leave."""
         return nullcontext()
 
     def state(self) -> dict[str, Tensor]:
-        """The module's state; shares memory with it."""
+        """The module's whole state, on rank 0 at least; may share memory with it."""
         return dict(self._module.state_dict())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the module from such a state."""
+        """Restore the module from a whole state. Raises KeyError or RuntimeError when it is another module's."""
         self._module.load_state_dict(state)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002  # they all are
-        """It is whole already."""
+        """All of a tensor that lies as the parameter `name` does."""
         return tensor
 
     def part(self, name: str, whole: Tensor) -> Tensor:  # noqa: ARG002
-        """All of it."""
+        """Inverse of `whole`."""
         return whole
 
 
@@ -86,4 +59,4 @@ def place(module: nn.Module, parallel: str, ranks: Ranks) -> Placement:
         from peagle.training.sharding import ShardedModule  # half a second of imports that other runs do not need
 
         return ShardedModule(module, ranks)
-    return Whole(module, ranks)
+    return Placement(module, ranks)

@@ -37,7 +37,7 @@ class PlanRule:
     gamma: float
     num_depths: int
     loss_chunk: int
-    fixed: bool = False  # fill the charged rows of packs of one chunk up to one shape
+    fixed: bool = False  # fill the charged rows up to one shape, where every pack is one chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +60,7 @@ class Plan:
     chunks: tuple[Chunk, ...]
     weight: float  # sum of the weights of all rows
     charged_rows: int  # rows with loss
+    targets: int  # distinct positions they predict
     fixed: bool  # every plan of the run that is fixed has the same shapes
 
 
@@ -83,14 +84,17 @@ def plan_pack(rows: Rows, layout: RowLayout, rule: PlanRule) -> Plan:
             index_L = depth_R[mine_L] * positions + anchor_R[mine_L]
         else:
             index_L = np.where(mine_L < positions, mine_L - first, mine_L - positions - start + last - first)
-        loss_rows = plan_loss_rows(index_L, target_R[mine_L], depth_R[mine_L], weight_R[mine_L], rule.loss_chunk)
+        loss_rows = plan_loss_rows(index_L, target_R[mine_L], weight_R[mine_L], rule.loss_chunk)
         charged_L = torch.from_numpy(mine_L)
         chunks.append(Chunk(first=first, last=last, start=start, stop=stop, loss_rows=loss_rows, charged_L=charged_L))
-    filled = _filled(chunks[0], layout, rule, len(anchor_R)) if rule.fixed and len(chunks) == 1 else None
+    # A pack that is one chunk by chance stays as it is: a shape that few packs have is not worth capturing.
+    one_shape = rule.fixed and layout.chunks == len(chunks) == 1
+    filled = _filled(chunks[0], layout, rule, len(anchor_R)) if one_shape else None
     return Plan(
         chunks=tuple(chunks) if filled is None else (filled,),
         weight=float(weight_R.sum(dtype=np.float64)),
         charged_rows=len(charged_R),
+        targets=len(np.unique(target_R[charged_R])),
         fixed=filled is not None,
     )
 
@@ -117,7 +121,7 @@ def _spans(anchor_M: IntArray, layout: RowLayout, rule: PlanRule) -> list[tuple[
         starts = [c * size for c in range(layout.chunks) if c == 0 or (size and anchor_M[c * size] >= 0)]
         cuts = [0, *(int(anchor_M[start]) for start in starts[1:]), positions]
         return [(cuts[c], cuts[c + 1], start, start + size, cuts[c]) for c, start in enumerate(starts)]
-    if rule.partition != "algorithm1":
+    if rule.partition != "algorithm1" or rule.segments == 1:  # one segment with its padding: the same in every pack
         return [(0, positions, 0, len(anchor_M), 0)]
     ends = [positions * (s + 1) // rule.segments for s in range(rule.segments)]
     anchor_M = anchor_M[anchor_M >= 0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ def read_log(log: Path) -> TrainingLog:
     try:
         rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise PeagleError(f"{log} cannot be read ({' '.join(str(error).split())}): give the log of a run") from None
+        raise PeagleError(f"{log} cannot be read ({one_line(error)}): give the log of a run") from None
     reports = [row for row in rows if "depth_accuracy" in row]
     if not reports:
         raise PeagleError(f"{log} holds no report yet: nothing to draw")

@@ -17,24 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peagle.bench.datasets import read_prompts
 from peagle.config import EngineConfig, PrepareConfig
 from peagle.errors import PeagleError
-from peagle.models.fingerprint import weights_fingerprint
+from peagle.files import open_output
+from peagle.models.fingerprint import file_sha256, template_sha256, weights_fingerprint
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
 from peagle.models.tokenizer import load_tokenizer
 from peagle.sampling import SamplingParams
 from peagle.training.conversations import Conversation, Dialogue, Response, conversation_from_row, encode_all
 from peagle.training.dataset import read_shard
-from peagle.training.lock import lock_output
 from peagle.training.shards import (
     MANIFEST_NAME,
     Manifest,
     ShardRecord,
     ShardRow,
     read_manifest,
-    remove_stale,
     shard_name,
     shard_records,
-    write_error,
     write_manifest,
     write_shard,
 )
@@ -76,7 +74,8 @@ def prepare(
     Raises PeagleError for input that cannot be used and KeyboardInterrupt after Ctrl-C; finished shards stay in both
     cases.
     """
-    _check_config(config)
+    for temperature in config.temperatures:
+        _sampling(config, temperature, "")  # raises for what nobody can sample with
     files = [prompts] if isinstance(prompts, Path) else list(prompts)
     conversations = _read_conversations(files, config.limit)
     path = resolve_model(model)
@@ -119,17 +118,6 @@ def load_engine(model: str, config: PrepareConfig, max_model_len: int) -> "LLM":
 
 
 # Before the model is loaded
-
-
-def _check_config(config: PrepareConfig) -> None:
-    for name in ("shard_size", "max_num_seqs", "max_prompt_tokens", "limit"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise PeagleError(f"{name} is {value}: it must be at least 1")
-    if not config.temperatures or len(set(config.temperatures)) != len(config.temperatures):
-        raise PeagleError(f"temperatures are {list(config.temperatures)}: give at least one, each only once")
-    for temperature in config.temperatures:
-        _sampling(config, temperature, "")
 
 
 def _prompt_limit(config: PrepareConfig, context: int) -> int:
@@ -179,7 +167,7 @@ def _settings(
         "target_config_sha256": file_sha256(path / "config.json"),
         "target_weights_fingerprint": weights_fingerprint(path),
         "tokenizer_sha256": file_sha256(path / "tokenizer.json"),
-        "chat_template_sha256": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+        "chat_template_sha256": template_sha256(tokenizer),
         "prompts_sha256": [file_sha256(file) for file in files],
         "limit": config.limit,
         "max_prompt_tokens": config.max_prompt_tokens,
@@ -191,17 +179,6 @@ def _settings(
         "dtype": config.dtype,
         "shard_size": config.shard_size,
     }
-
-
-def file_sha256(file: Path) -> str | None:
-    """None for a file that is not there: a tokenizer may come without a tokenizer.json."""
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise PeagleError(f"cannot read {file} ({error.strerror}): check the file") from None
 
 
 def _sources(conversations: Sequence[Conversation]) -> dict[str, dict[str, Any]]:
@@ -218,18 +195,13 @@ def open_data_set(out: Path, manifest: Manifest) -> None:
 
     Raises PeagleError when the folder holds other data or cannot be written.
     """
-    try:
-        if (out / MANIFEST_NAME).exists():
-            manifest.shards = _finished_shards(out, manifest.settings)
-        elif any(out.glob("shard-*.parquet")):
-            raise PeagleError(f"{out} holds shards but no {MANIFEST_NAME}: choose another --out or delete the folder")
-        if len(manifest.shards) == manifest.num_shards:
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        lock_output(out)
-        remove_stale(out)
-    except OSError as error:
-        raise write_error(out, error) from error
+    if (out / MANIFEST_NAME).exists():
+        manifest.shards = _finished_shards(out, manifest.settings)
+    elif any(out.glob("shard-*.parquet")):
+        raise PeagleError(f"{out} holds shards but no {MANIFEST_NAME}: choose another --out or delete the folder")
+    if len(manifest.shards) == manifest.num_shards:
+        return
+    open_output(out)
     write_manifest(out, manifest)
 
 

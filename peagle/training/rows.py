@@ -62,9 +62,12 @@ def mask_rows_per_supervised(num_depths: int, keep_ratio: float, min_keep: float
 def mask_rows_capacity(
     positions: int, supervised_share: float, num_depths: int, keep_ratio: float, min_keep: float
 ) -> int:
-    """Mask rows to reserve for packs of which about `supervised_share` is supervised, rounded up to 128."""
+    """Mask rows to reserve for packs of which about `supervised_share` is supervised, rounded up to 128.
+
+    One whole chain fits, whatever the share: an evaluation drops none of its rows.
+    """
     expected = positions * supervised_share * mask_rows_per_supervised(num_depths, keep_ratio, min_keep)
-    return round_up(math.ceil(expected), ROW_BLOCK)
+    return round_up(max(math.ceil(expected), num_depths - 1), ROW_BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +135,7 @@ class Packed:
 
     The stream holds x_0..x_{L-2} of every document (n + 1 tokens). `tap_index_P` and `target_index_P` point into it:
     position i takes the taps of stream token `tap_index_P[i]` and learns from the target's final hidden state of
-    stream token `target_index_P[i]`. Padding positions point at the last stream token, itself padding.
+    stream token `target_index_P[i]`. Padding positions point at the last stream token, whatever it is.
     """
 
     input_ids_P: IntArray  # x_{i+1}

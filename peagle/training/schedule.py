@@ -1,14 +1,13 @@
-"""How long a run is, what every rank agrees on before it, and the learning rate on the way."""
+"""How long a run is, and the learning rate on the way."""
 
 import math
-from dataclasses import replace
 
 from peagle.config import TrainConfig
 from peagle.training.batches import epoch_packs
+from peagle.training.corpus import Corpus
 from peagle.training.distributed import Ranks
 from peagle.training.optim import learning_rate_factor
 from peagle.training.rows import RowLayout
-from peagle.training.setup import Corpus
 
 
 def planned_steps(corpus: Corpus, layout: RowLayout, config: TrainConfig, ranks: Ranks) -> int:
@@ -17,12 +16,6 @@ def planned_steps(corpus: Corpus, layout: RowLayout, config: TrainConfig, ranks:
         return config.max_steps
     packs = sum(1 for _ in epoch_packs(corpus.train, layout, config.seed, 0))
     return max(1, round(config.epochs * packs / (config.accumulate * ranks.world)))
-
-
-def agreed_layout(layout: RowLayout, ranks: Ranks) -> RowLayout:
-    """Rank 0's chunks on every rank: they decide what fits a pack, and depend on each rank's free memory."""
-    (rows,) = ranks.share([layout.chunk_rows or 0])
-    return replace(layout, chunk_rows=int(rows) or None)
 
 
 def schedule_factor(step: int, planned: int, seconds: float, config: TrainConfig) -> float:

@@ -18,11 +18,12 @@ from rich.progress import Progress
 from peagle.config import EngineConfig, SelfPromptConfig
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
+from peagle.files import write_atomic
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
 from peagle.models.tokenizer import encode, load_tokenizer, render_chat
 from peagle.sampling import SamplingParams
-from peagle.training.shards import write_atomic
+from peagle.training.show import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,8 +61,7 @@ def self_prompts(model: str, out: Path, config: SelfPromptConfig, console: Conso
             "raise max_tokens or count, or lower top_p"
         )
     _write(out, texts, llm.target.name)
-    line = f"{out}: {len(texts):,} different user turns of {config.count:,} drawn"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, f"{out}: {len(texts):,} different user turns of {config.count:,} drawn")
     return len(texts)
 
 

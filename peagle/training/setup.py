@@ -1,32 +1,31 @@
-"""Before the first step of a run: usable documents, the mask token, a fresh drafter, what is frozen."""
+"""Before the first step of a run: how its packs are run, the drafter it starts with, the mask token, what is frozen."""
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 
 from peagle.config import TrainConfig
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.drafters.head_config import default_tap_ids
 from peagle.drafters.init import new_drafter
 from peagle.drafters.vocab import select_draft_ids
-from peagle.drafters.warm_start import warm_drafter
+from peagle.drafters.warm_start import load_start, warm_drafter
 from peagle.errors import PeagleError
-from peagle.models.fingerprint import weights_fingerprint
 from peagle.models.target import Target
-from peagle.models.tokenizer import load_tokenizer
 from peagle.training.attention import Backend
-from peagle.training.batches import has_rows, split_holdout
+from peagle.training.corpus import Corpus
 from peagle.training.dataset import Document, draft_token_counts
-from peagle.training.features import free_bytes
+from peagle.training.distributed import SINGLE, Ranks
+from peagle.training.feature_store import open_features
+from peagle.training.features import FeatureSource, OnlineFeatures, fill_cache, free_bytes
 from peagle.training.plan import DepthWeight, Partition, PlanRule
-from peagle.training.regenerate import file_sha256
-from peagle.training.rows import ROW_BLOCK, RowLayout, fitting_positions, mask_rows_capacity, round_up
+from peagle.training.rows import ROW_BLOCK, RowLayout, mask_rows_capacity, round_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,108 +34,6 @@ if TYPE_CHECKING:
 _SHARE_MARGIN = 1.03  # mask rows to spare, for packs with more than the average supervision
 _CHUNK_SHARE = 0.4  # of the free memory; the rest is for logits, gradients and optimiser state
 _LEAST_CHUNK = 1024  # rows: below, a GPU waits for launches
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Usable documents: the first `training` of them are trained on, the others are held out.
-
-    `number_D` is the number of each in the data set; `left_out` counts those without a supervised position in reach.
-    """
-
-    documents: list[Document]
-    training: int
-    number_D: NDArray[np.int64]
-    left_out: int
-
-    @property
-    def train(self) -> list[Document]:
-        """Documents to train on, numbers 0 to training - 1."""
-        return self.documents[: self.training]
-
-    @property
-    def held_out(self) -> list[Document]:
-        """Documents for evaluation, numbers from `training` on."""
-        return self.documents[self.training :]
-
-
-def split_corpus(documents: Sequence[Document], config: TrainConfig) -> Corpus:
-    """Drop documents without a supervised position that fits a step and hold some prompts out.
-
-    Raises PeagleError if none is left.
-    """
-    numbers = [n for n, document in enumerate(documents) if has_rows(document, config.batch_positions)]
-    usable = [documents[n] for n in numbers]
-    if not usable and any(has_rows(document) for document in documents):
-        raise PeagleError(
-            f"no document fits batch_positions {config.batch_positions} with a supervised position: raise it"
-        )
-    if not usable:
-        raise PeagleError(
-            f"none of {len(documents)} documents has a supervised token that drafts can follow: prepare the data again"
-        )
-    training, held_out = split_holdout([document.id for document in usable], config.holdout, config.seed)
-    order = [*training, *held_out]
-    number_D = np.array(numbers, np.int64)[order]
-    return Corpus([usable[d] for d in order], len(training), number_D, len(documents) - len(usable))
-
-
-def cut_to_context(documents: Sequence[Document], context: int) -> tuple[list[Document], str]:
-    """Documents cut to the target's `context` in tokens, and a note of how many were longer, "" for none.
-
-    Raises PeagleError when all are: such data are not the target's own.
-    """
-    long = sum(len(document.input_ids) > context for document in documents)
-    if long == 0:
-        return list(documents), ""
-    if long == len(documents):
-        raise PeagleError(
-            f"all {long} documents are longer than the target's context of {context} tokens: "
-            "prepare the data with this target"
-        )
-    cut = [Document(d.id, d.input_ids[:context], d.loss_mask[:context]) for d in documents]
-    return cut, f"{long:,} of {len(documents):,} documents are longer than the target's {context:,} tokens: cut to that"
-
-
-def cut_report(documents: Sequence[Document], layout: RowLayout) -> str:
-    """How many documents a step cannot hold whole and how many of their tokens are left out; "" for none."""
-    lost = [len(document.input_ids) - 2 - fitting_positions(document, layout) for document in documents]
-    long = [tokens for tokens in lost if tokens > 0]
-    if not long:
-        return ""
-    return f"{len(long):,} documents cut to what fits a step, {sum(long):,} of their tokens left out"
-
-
-def check_prepared_for(model: str, path: Path, data: Path, manifest: Mapping[str, Any]) -> None:
-    """PeagleError unless the data set at `data` was prepared with the model at `path`, which the user calls `model`.
-
-    Compared are its config, weights, tokenizer and chat template, as far as the manifest names them.
-    """
-    settings = manifest.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    for key, file in (("target_config_sha256", "config.json"), ("tokenizer_sha256", "tokenizer.json")):
-        if key in settings and settings[key] != file_sha256(path / file):
-            raise PeagleError(
-                f"{data} was prepared with {settings.get('model')}, whose {file} differs from that of {model}: train "
-                f"for the model that the data were prepared with, or prepare them again with {model}"
-            )
-    weights = settings.get("target_weights_fingerprint")
-    if weights is not None and weights != weights_fingerprint(path):
-        raise PeagleError(
-            f"{data} was prepared with {settings.get('model')}, whose weights are not those of {model}: train for the "
-            f"model that the data were prepared with, or prepare them again with {model}"
-        )
-    template = settings.get("chat_template_sha256")
-    if template is not None and template != template_sha256(load_tokenizer(path)):
-        raise PeagleError(
-            f"{data} was prepared with {settings.get('model')} under another chat template than {model} has now: "
-            f"restore that template, or prepare the data again with {model}"
-        )
-
-
-def template_sha256(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Identity of a tokenizer's chat template."""
-    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def resolve_attention(name: str, device: torch.device) -> Backend:
@@ -161,10 +58,34 @@ def plan_rule(config: TrainConfig) -> PlanRule:
     )
 
 
+def unused_settings(config: TrainConfig) -> str:
+    """A note of the settings that were given and that this run does not use; "" for none."""
+    unrolled = config.method == "eagle3"
+    uses = {
+        "mask_token_id": not unrolled,
+        "keep_ratio": not unrolled,
+        "min_keep": not unrolled,
+        "partition": not unrolled,
+        "segments": not unrolled and config.partition == "algorithm1",
+        "chunk_rows": not unrolled and config.partition == "prefix-once",
+        "depth_decay": config.depth_weight == "gamma",
+        "muon_lr": config.optimizer == "muon",
+    }
+    given = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
+    unused = [name for name in given if not uses.get(name, True)]
+    return f"without effect on this run: {', '.join(unused)}" if unused else ""
+
+
 def row_layout(
-    config: TrainConfig, documents: Sequence[Document], drafter: DrafterConfig, device: torch.device
+    config: TrainConfig,
+    documents: Sequence[Document],
+    drafter: DrafterConfig,
+    device: torch.device,
+    ranks: Ranks = SINGLE,
 ) -> RowLayout:
     """Static shape of a step: whole blocks of positions on a GPU, chunks of mask rows that fit its free memory.
+
+    The chunks are rank 0's on every rank: they decide what fits a pack, and free memory differs.
 
     Without a configured share of supervised positions, the documents' own plus a little: packs then run out of
     positions and of mask rows at about the same time.
@@ -185,7 +106,8 @@ def row_layout(
     )
     if config.partition != "prefix-once" or config.method == "eagle3":
         return layout
-    return replace(layout, chunk_rows=config.chunk_rows or _fitting_chunk(layout, drafter, device))
+    (rows,) = ranks.share([config.chunk_rows or _fitting_chunk(layout, drafter, device) or 0])
+    return replace(layout, chunk_rows=int(rows) or None)
 
 
 def activation_bytes(drafter: DrafterConfig) -> int:
@@ -210,6 +132,21 @@ def _fitting_chunk(layout: RowLayout, drafter: DrafterConfig, device: torch.devi
     return None if rows >= layout.mask_rows else rows
 
 
+def feature_source(
+    config: TrainConfig, target: Target, corpus: Corpus, data_hash: str, tap_ids: tuple[int, ...], console: Console
+) -> FeatureSource:
+    """Where the target's features come from: files, memory, or the target itself at every step."""
+    if config.features is not None:
+        return open_features(Path(config.features), target, data_hash, tap_ids, corpus.number_D)
+    if not config.cache_features:
+        return OnlineFeatures(
+            target.model, tap_ids, resolve_attention(config.attention, target.model.embed_tokens.weight.device)
+        )
+    # The last token of a document is only ever a label.
+    ids = [document.input_ids[:-1] for document in corpus.documents]
+    return fill_cache(target.model, tap_ids, ids, console)
+
+
 def choose_tap_ids(wanted: tuple[int, ...] | None, target_layers: int) -> tuple[int, ...]:
     """Tap ids for a new head: `wanted`, or 2, n//2, n-3. Raises PeagleError unless they exist and ascend.
 
@@ -229,58 +166,38 @@ def build_drafter(
 ) -> Eagle3Drafter:
     """The drafter a run starts with, on `device`: float32 masters, frozen tables in the compute precision `dtype`."""
     counts_V = draft_token_counts(documents, target.spec.vocab_size)
-    parallel = config.method == "p-eagle"
-    mask_token_id = choose_mask_token(target, documents, config.mask_token_id) if parallel else None
+    mask_token_id = choose_mask_token(target, documents, config.mask_token_id) if config.method == "p-eagle" else None
+    start = draft_ids = None
     if config.init_head is None:
-        drafter = _fresh_drafter(target, counts_V, config, mask_token_id).to(device)
+        taps, norm_before_fc = choose_tap_ids(config.tap_ids, target.spec.num_layers), config.norm_before_fc
+        if config.draft_vocab_size not in (None, target.spec.vocab_size):
+            draft_ids = select_draft_ids(torch.from_numpy(counts_V), config.draft_vocab_size, target.spec.eos_token_ids)
     else:
-        drafter = _warm_drafter(config.init_head, target, config, mask_token_id).to(device)
-    for table, trained in (
-        (drafter.embed_tokens, config.train_embeddings),
-        (drafter.lm_head, config.train_lm_head),
-    ):
-        if not trained:
-            # Its values come from the target in this very precision, so nothing is lost and no step casts it again.
-            table.requires_grad_(False).to(dtype)
-    return drafter
-
-
-def _fresh_drafter(
-    target: Target, counts_V: NDArray[np.int64], config: TrainConfig, mask_token_id: int | None
-) -> Eagle3Drafter:
-    draft_ids = None
-    if config.draft_vocab_size is not None and config.draft_vocab_size != target.spec.vocab_size:
-        specials = target.spec.eos_token_ids
-        draft_ids = select_draft_ids(torch.from_numpy(counts_V), config.draft_vocab_size, specials)
-    return new_drafter(
+        start = load_start(
+            config.init_head, target.model, num_layers=config.num_layers, tap_ids=config.tap_ids,
+            draft_vocab_size=config.draft_vocab_size,
+        )  # fmt: skip
+        taps, norm_before_fc = start.config.tap_ids, start.config.norm_before_fc
+    fresh = new_drafter(
         target.spec,
         target.model,
         num_layers=config.num_layers,
         mask_token_id=mask_token_id,
         seed=config.seed,
         target_init=config.target_init and target.native,  # layers of another kind cannot be copied
-        tap_ids=choose_tap_ids(config.tap_ids, target.spec.num_layers),
+        tap_ids=taps,
         draft_ids=draft_ids,
-        norm_before_fc=config.norm_before_fc,
+        norm_before_fc=norm_before_fc,
         sliding_window=config.sliding_window,
         sliding_layers=config.sliding_layers,
     )
-
-
-def _warm_drafter(head: str, target: Target, config: TrainConfig, mask_token_id: int | None) -> Eagle3Drafter:
-    return warm_drafter(
-        head,
-        target.spec,
-        target.model,
-        num_layers=config.num_layers,
-        mask_token_id=mask_token_id,
-        seed=config.seed,
-        target_init=config.target_init and target.native,
-        tap_ids=config.tap_ids,
-        draft_vocab_size=config.draft_vocab_size,
-        sliding_window=config.sliding_window,
-        sliding_layers=config.sliding_layers,
-    )
+    drafter = (fresh if start is None else warm_drafter(start, fresh, config.seed)).to(device)
+    tables = ((drafter.embed_tokens, config.train_embeddings), (drafter.lm_head, config.train_lm_head))
+    for table, trained in tables:
+        if not trained:
+            # Its values come from the target in this very precision, so nothing is lost and no step casts it again.
+            table.requires_grad_(False).to(dtype)
+    return drafter
 
 
 def choose_mask_token(target: Target, documents: Sequence[Document], wanted: int | None) -> int:

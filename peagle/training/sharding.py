@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from peagle.training.distributed import Ranks
 from peagle.training.gradients import GradientBuffer
+from peagle.training.placement import Placement
 
 
 class _Wrapper(nn.Module):
@@ -56,11 +57,10 @@ class OwnRows:
         return whole[self.first : self.first + len(self.local)]
 
 
-class ShardedModule:
-    """Shards the trained parameters of `module` in place; what is frozen stays whole on every rank.
+class ShardedModule(Placement):
+    """Shards the trained parameters of a module in place; what is frozen stays whole on every rank."""
 
-    A `peagle.training.placement.Placement`. All ranks must call its methods together.
-    """
+    own: Mapping[str, OwnRows]
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         """Each part of `module` is gathered by itself, so that only one takes its space twice at a time."""
@@ -76,7 +76,7 @@ class ShardedModule:
         self.gather()  # the first time, torch moves rows that do not divide evenly to padded memory
         self.release()
         shards = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-        self.own: dict[str, OwnRows] = {name: _own_rows(shards[name], mesh, ranks) for name in trained}
+        self.own = {name: _own_rows(shards[name], mesh, ranks) for name in trained}
         self.updated = {name: rows.local for name, rows in self.own.items()}
 
     def gather(self) -> None:
@@ -91,7 +91,6 @@ class ShardedModule:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Whole parameters in the module for the time of the block."""
         self.gather()
         yield
         self.release()
@@ -102,7 +101,6 @@ class ShardedModule:
         return [parameters[name] for name in self.own]
 
     def gradients(self, counters: int) -> "ShardedGradients":
-        """The buffer of the run's gradients."""
         return ShardedGradients(self, self.ranks, counters)
 
     def state(self) -> dict[str, Tensor]:
@@ -120,12 +118,10 @@ class ShardedModule:
         return self.own[name].gather(tensor).cpu()
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's rows."""
         return self.own[name].take(whole)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the module from a whole state."""
         self.release()
         present = self._module.state_dict()
         if present.keys() != state.keys():

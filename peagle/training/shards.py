@@ -4,15 +4,9 @@ A shard counts only once the manifest lists it, and the manifest is written afte
 crash at any moment therefore leaves either a finished shard or nothing. docs/data.md describes the format for users.
 """
 
-import errno
 import json
-import os
-import re
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +16,11 @@ import pyarrow.parquet as pq
 
 from peagle import __version__
 from peagle.errors import PeagleError
+from peagle.files import write_atomic
 from peagle.training.conversations import Conversation, RenderedDocument
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-# Names of files and folders on their way: `write_atomic`'s, a head's, a checkpoint's.
-_UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.(tmp|new)")
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -178,43 +171,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def shard_records(manifest: dict[str, Any], path: Path) -> list[ShardRecord]:
     """The shard records of a manifest that was read; `path` is for the error message."""
     try:
-        return [ShardRecord(**shard) for shard in manifest["shards"]]
+        records = [ShardRecord(**shard) for shard in manifest["shards"]]
+        if not all(isinstance(shard.file, str) and isinstance(shard.documents, int) for shard in records):
+            raise TypeError
+        return records
     except TypeError:
         raise PeagleError(f"{path} has a shard record of another form: prepare the data again") from None
-
-
-def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Write a file so that it is whole or not there at all; an older one stays until the new one is whole."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise write_error(path, error) from error
-        raise
-
-
-def remove_stale(folder: Path) -> None:
-    """Remove what writes that were killed left in `folder`; nobody may be writing there now."""
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if _UNFINISHED.fullmatch(entry.name):
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
-
-
-def write_error(path: Path, error: OSError) -> PeagleError:
-    """The one-line form of a failed write."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return PeagleError(
-            f"no space left on the disk of {path.parent} while writing {path.name}: free some space and run the same "
-            "command again, finished files are kept"
-        )
-    return PeagleError(f"cannot write {path} ({error.strerror}): make the folder writable or choose another --out")

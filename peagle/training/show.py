@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+_GIB = 1024**3
+
+
 def say(console: Console, text: str) -> None:
     """Print one line as it stands: no markup, no colours, no wrapping."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def size_text(size: float) -> str:
+    """A size in bytes, for people."""
+    return f"{size / _GIB:,.2f} GiB" if size >= _GIB else f"{size * 1024 / _GIB:,.1f} MiB"
 
 
 def print_document(

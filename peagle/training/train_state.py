@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from peagle.config import TrainConfig
 from peagle.drafters.storage import refuse_foreign
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, is_out_of_memory, one_line
+from peagle.files import open_output, remove_stale, save_tensors, write_atomic
 from peagle.training.batches import Batch, Place
+from peagle.training.distributed import Ranks
 from peagle.training.ema import WeightAverage
-from peagle.training.lock import lock_output
 from peagle.training.monitor import Running
 from peagle.training.optim import MasterOptimizer
 from peagle.training.placement import Placement
-from peagle.training.shards import remove_stale, write_atomic
 
 # Settings that, rounding aside, change neither what a run computes nor in which order: free to differ on resume.
 OPERATIONAL_KEYS = frozenset(
@@ -86,18 +86,13 @@ def check_same_recipe(recipe: Recipe, saved: Recipe, out: Path) -> None:
 
 def prepare_output(out: Path) -> None:
     """Make sure that OUT can be written, by this process alone, and that the heads in it may be. Raises PeagleError."""
-    probe = out / ".writable"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-        lock_output(out)
-    except OSError as error:
-        raise PeagleError(f"output directory {out} cannot be written ({error.strerror}): choose another one") from None
+    open_output(out)
+    for name in ("checkpoint", "checkpoint.old"):
+        if (out / name).is_file():
+            raise PeagleError(f"{out / name} is a file where checkpoints go: move it away")
+    remove_stale(out / "checkpoint")
     for name in ("head", "best"):
         refuse_foreign(out / name)
-    for folder in (out, out / "checkpoint"):
-        remove_stale(folder)
 
 
 def find_checkpoint(out: Path) -> Path | None:
@@ -106,10 +101,29 @@ def find_checkpoint(out: Path) -> Path | None:
     return next((directory for directory in candidates if (directory / "state.json").is_file()), None)
 
 
+def require_checkpoint(out: Path) -> None:
+    """PeagleError unless OUT holds a run to go on with."""
+    if find_checkpoint(out) is None:
+        raise PeagleError(f"{out} holds no checkpoint to go on from: leave --resume out to start a run, or correct OUT")
+
+
 def _numbered(out: Path) -> list[Path]:
     """The earlier checkpoints OUT/checkpoint-STEP, newest first."""
     found = [path for path in out.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-")))
+
+
+def resume_point(out: Path, recipe: Recipe, ranks: Ranks) -> tuple[Path | None, RunState]:
+    """The checkpoint that a run of this recipe goes on from, None at its beginning, and where it stands.
+
+    Raises PeagleError for a checkpoint of another recipe, and where a rank sees another one than rank 0.
+    """
+    checkpoint = find_checkpoint(out)
+    state, saved = (RunState(), recipe) if checkpoint is None else read_state(checkpoint)
+    if ranks.share([state.step, state.finished]) != [state.step, state.finished]:
+        raise PeagleError(f"rank {ranks.rank} does not see the checkpoint that rank 0 sees in {out}: share that folder")
+    check_same_recipe(recipe, saved, out)
+    return checkpoint, state
 
 
 def save_checkpoint(
@@ -136,8 +150,8 @@ def save_checkpoint(
     new = out / f"checkpoint.{uuid.uuid4().hex[:8]}.new"
     try:
         new.mkdir()
-        save_file(_storable(model), new / "model.safetensors")
-        save_file(_storable(tensors), new / "optimizer.safetensors")
+        save_tensors(new / "model.safetensors", model)
+        save_tensors(new / "optimizer.safetensors", tensors)
         write_state(new, state, recipe)
         if current.exists():
             aside = _aside(current, state) if keep > 1 else old
@@ -146,7 +160,7 @@ def save_checkpoint(
         os.replace(new, current)
         for surplus in (old, *_numbered(out)[keep - 1 :]):
             shutil.rmtree(surplus, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         raise CheckpointNotWritten(
             f"checkpoint {current} cannot be written ({error}): free some space and run the same command to resume"
@@ -157,6 +171,11 @@ def _aside(current: Path, state: RunState) -> Path:
     """Where the checkpoint `current` goes when one of `state` takes its place: kept, if it is of another step."""
     step = read_state(current)[0].step
     return current.with_name("checkpoint.old" if step == state.step else f"checkpoint-{step}")
+
+
+def write_recipe(out: Path, recipe: Recipe) -> None:
+    """Write or replace OUT/recipe.json in one step. Raises PeagleError."""
+    write_atomic(out / "recipe.json", (json.dumps(recipe, indent=2) + "\n").encode())
 
 
 def write_state(directory: Path, state: RunState, recipe: Recipe) -> None:
@@ -191,19 +210,16 @@ def load_checkpoint(
             tensor.copy_(placement.part(name, tensors.pop(f"ema.{name}")))
         _restore_moments(optimizers, tensors)
     except (OSError, SafetensorError, RuntimeError, LookupError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         raise _damaged(directory, error) from None
 
 
 def _damaged(directory: Path, error: Exception) -> PeagleError:
-    reason = " ".join(str(error).split())[:200]
     return PeagleError(
-        f"checkpoint {directory} is damaged ({reason}): remove it to go on from an older one, or to start afresh"
+        f"checkpoint {directory} is damaged ({one_line(error)}): remove it to go on from an older one, or to start "
+        "afresh"
     )
-
-
-def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Detached and contiguous, as safetensors wants them."""
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def _extras(placement: Placement, running: Running, average: WeightAverage | None) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ and the cosine follows whichever of the two is further along. Loading, the featu
 checkpoints on the way are no training time.
 """
 
-import json
 import math
 import os
 import time
@@ -23,8 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -32,58 +31,51 @@ from rich.console import Console
 from peagle.config import TrainConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import save_drafter
-from peagle.drafters.eagle3 import Eagle3Drafter
-from peagle.errors import PeagleError
-from peagle.models.hub import resolve_model
+from peagle.errors import PeagleError, is_out_of_memory, one_line
 from peagle.models.target import Target
-from peagle.training.attention import Backend
-from peagle.training.batches import Prefetcher, batches, map_tensors
+from peagle.training.batches import Batch, Prefetcher, batches, map_tensors
 from peagle.training.clock import Clock
-from peagle.training.dataset import Document, data_hash, load_documents
+from peagle.training.corpus import Corpus, cut_report, cut_to_context, load_prepared, split_corpus
+from peagle.training.dataset import Document
 from peagle.training.distributed import SINGLE, Ranks, process_group
 from peagle.training.ema import WeightAverage
 from peagle.training.evaluate import Evaluation, evaluate
 from peagle.training.feature_store import read_store_manifest
-from peagle.training.features import FeatureSource, OnlineFeatures, fill_cache
+from peagle.training.features import OnlineFeatures
 from peagle.training.flops import PackCost, peak_flops
 from peagle.training.graphs import Steps
 from peagle.training.hf_target import load_training_target
 from peagle.training.interrupt import Interrupt
 from peagle.training.log_file import LogFile
 from peagle.training.loggers import Loggers, RunInfo, check_loggers
-from peagle.training.memory_advice import is_out_of_memory, out_of_memory
+from peagle.training.memory_advice import out_of_memory
 from peagle.training.monitor import LogEntry, Monitor, Running, peak_memory_gib
 from peagle.training.objective import Objective
 from peagle.training.optim import OptimizerKind, build_optimizers, set_learning_rate
 from peagle.training.placement import place
 from peagle.training.plots import plot_training
-from peagle.training.schedule import agreed_layout, planned_steps, schedule_factor
+from peagle.training.schedule import planned_steps, schedule_factor
 from peagle.training.served import BEST, Served, held_out_prompts, read_best, serve
 from peagle.training.setup import (
-    Corpus,
     build_drafter,
-    check_prepared_for,
-    cut_report,
-    cut_to_context,
+    feature_source,
     plan_rule,
     resolve_attention,
     row_layout,
-    split_corpus,
+    unused_settings,
 )
 from peagle.training.show import say
-from peagle.training.stored_features import open_features
 from peagle.training.trail import Trail
 from peagle.training.train_state import (
     CheckpointNotWritten,
     Recipe,
     RunState,
-    check_same_recipe,
-    find_checkpoint,
     load_checkpoint,
     make_recipe,
     prepare_output,
-    read_state,
+    resume_point,
     save_checkpoint,
+    write_recipe,
     write_state,
 )
 
@@ -113,13 +105,10 @@ def train(model: str, data: Path, out: Path, config: TrainConfig, console: Conso
     check_loggers(config.logger)
     if config.features is not None:
         read_store_manifest(Path(config.features))
-    documents, manifest = load_documents(data)
-    check_prepared_for(model, resolve_model(model), data, manifest)
-    if not manifest.get("complete", True):
-        console.print(f"{data} is not complete: training on the documents of its finished shards", soft_wrap=True)
+    documents, digest = load_prepared(model, data, console)
     with process_group(ranks, device):
         target = load_training_target(model, dtype=dtype, device=device, console=console)
-        return train_head(target, documents, data_hash(manifest), out, config, console, ranks)
+        return train_head(target, documents, digest, out, config, console, ranks)
 
 
 def train_head(
@@ -139,27 +128,21 @@ def train_head(
         prepare_output(out)
     # On record is what a step sums over, however many ranks share the work.
     recipe = make_recipe(replace(config, accumulate=config.accumulate * ranks.world), target.name, data)
-    checkpoint = find_checkpoint(out)
-    state = RunState()
-    if checkpoint is not None:
-        state, saved = read_state(checkpoint)
-    if ranks.share([state.step, state.finished]) != [state.step, state.finished]:
-        raise PeagleError(f"rank {ranks.rank} does not see the checkpoint that rank 0 sees in {out}: share that folder")
-    if checkpoint is not None:
-        check_same_recipe(recipe, saved, out)
-        if state.finished:
-            console.print(f"{out} holds this run, finished after {state.step:,} steps: nothing to do")
-            return TrainResult(head=out / "head", state=state, evaluation=None)
+    checkpoint, state = resume_point(out, recipe, ranks)
+    if state.finished:
+        say(console, f"{out} holds this run, finished after {state.step:,} steps: nothing to do")
+        return TrainResult(head=out / "head", state=state, evaluation=None)
     if ranks.is_main:
-        (out / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
-    console.print(f"results go to {out}: head/ at the end, checkpoint/ and train.jsonl on the way", soft_wrap=True)
+        write_recipe(out, recipe)
+    say(console, f"results go to {out}: head/ at the end, checkpoint/ and train.jsonl on the way")
     documents, note = cut_to_context(documents, target.spec.max_position_embeddings)
-    if note:
-        console.print(note, soft_wrap=True)
+    for line in (unused_settings(config), note):
+        if line:
+            say(console, line)
     trainer = Trainer(target, split_corpus(documents, config), out, config, recipe, state, console, ranks)
     if checkpoint is not None:
         load_checkpoint(checkpoint, trainer.placement, trainer.optimizers, trainer.running, trainer.average)
-        console.print(f"resuming after step {state.step:,} ({state.seconds:.0f} s of training)")
+        say(console, f"resuming after step {state.step:,} ({state.seconds:.0f} s of training)")
     return trainer.run()
 
 
@@ -181,65 +164,48 @@ class Trainer:
         self.device = weight.device
         self.target, self.corpus, self.out, self.config, self.recipe = target, corpus, out, config, recipe
         self.state, self.console, self.ranks = state, console, ranks
-        backend = resolve_attention(config.attention, self.device)
-        self.drafter: Eagle3Drafter = build_drafter(target, corpus.documents, config, weight.dtype, self.device)
-        kind: OptimizerKind = "muon" if config.optimizer == "muon" else "adamw"
+        self.drafter = build_drafter(target, corpus.documents, config, weight.dtype, self.device)
         self.placement = place(self.drafter, config.parallel, ranks)
-        self.optimizers = build_optimizers(self.drafter, config.muon_lr, config.adamw_lr, kind, self.placement.own)
+        self.optimizers = build_optimizers(
+            self.drafter, config.muon_lr, config.adamw_lr, cast(OptimizerKind, config.optimizer), self.placement.own
+        )
         self.gradients = self.placement.gradients(counters=2 + 4 * config.num_depths)
         decay, updated = config.ema_decay, self.placement.updated.items()
         self.average = None if decay is None else WeightAverage(updated, decay)
         self.running = Running(config.num_depths, self.device)
-        self.features = self._feature_source(backend)
-        self.layout = agreed_layout(row_layout(config, corpus.train, self.drafter.config, self.device), ranks)
+        tap_ids, data_hash = self.drafter.config.tap_ids, str(recipe["data_hash"])
+        self.features = feature_source(config, target, corpus, data_hash, tap_ids, console)
+        self.layout = row_layout(config, corpus.train, self.drafter.config, self.device, ranks)
         graphs = config.graphs and self.device.type == "cuda" and self.placement.own is None
         self.rule = replace(plan_rule(config), fixed=graphs)
         self.planned = planned_steps(corpus, self.layout, config, ranks)
+        backend = resolve_attention(config.attention, self.device)
         self.objective = Objective(
             self.drafter, target.model, self.features, config, backend=backend, dtype=weight.dtype
         )
         self.drafter.checkpoint_activations = config.checkpoint_activations
         self.steps = Steps(self.objective, self.gradients, self.optimizers, config.clip_norm, graphs=graphs)
-        self.prompts: list[list[int]] = []
-        if config.serve_tokens and target.native:
-            self.prompts = held_out_prompts(corpus.held_out, config.serve_tokens, target.spec.max_position_embeddings)
+        asked = corpus.held_out if config.serve_tokens and target.native else []
+        self.prompts = held_out_prompts(asked, config.serve_tokens, target.spec.max_position_embeddings)
         self.served: Served | None = None  # of the newest evaluation
         self.best = read_best(out) if state.step else 1.0  # acceptance length of the head in OUT/best
         self._factor = 0.0  # of the last step, for the log
         self._flops = 0  # of all packs in this process
-        self._trail = Trail()
-        runs_target = target.native and isinstance(self.features, OnlineFeatures)
-        self._cost = PackCost(
-            self.drafter.config, target.spec, trains_head=config.train_lm_head, runs_target=runs_target
-        )
-
-    def _feature_source(self, backend: Backend) -> FeatureSource:
-        tap_ids = self.drafter.config.tap_ids
-        if self.config.features is not None:
-            folder, numbers = Path(self.config.features), self.corpus.number_D
-            return open_features(folder, self.target, self.recipe["data_hash"], tap_ids, numbers)
-        if not self.config.cache_features:
-            return OnlineFeatures(self.target.model, tap_ids, backend)
-        # The last token of a document is only ever a label.
-        ids = [document.input_ids[:-1] for document in self.corpus.documents]
-        return fill_cache(self.target.model, tap_ids, ids, self.console)
+        self._trail = Trail(corpus.train, self.layout, config)
+        online = target.native and isinstance(self.features, OnlineFeatures)
+        self._cost = PackCost(self.drafter.config, target.spec, trains_head=config.train_lm_head, runs_target=online)
 
     def run(self) -> TrainResult:
         """Train to the end of the plan, save, export the head."""
-        source = batches(
-            self.corpus.train, self.layout, self.rule, self.features, self.config.seed, self.state.place, self.ranks
-        )
         monitor = self._monitor()
         monitor.note(self._plan())
         with (
             monitor,
-            Interrupt(
-                lambda: monitor.note("finishing this step, then saving; Ctrl-C again stops at once"),
-                patient=self.ranks.world > 1,
-            ) as interrupt,
-            Prefetcher(source, self.device) as data,
+            Interrupt(monitor.note, patient=self.ranks.world > 1) as interrupt,
+            Prefetcher(self._packs(), self.device) as data,
         ):
-            self._compile(monitor)
+            if self.config.compile:
+                self._compile(monitor)
             clock = Clock(self.state, data, peak_flops(self.device, self.target.model.embed_tokens.weight.dtype))
             try:
                 self._loop(data, monitor, clock, interrupt)
@@ -270,26 +236,24 @@ class Trainer:
                     if self.state.step % self.config.save_interval == 0:
                         self._try_to_save(monitor, clock)
 
+    def _packs(self) -> Iterator[Batch]:
+        """The packs of this rank from where the run stands, without end."""
+        place, seed = self.state.place, self.config.seed
+        return batches(self.corpus.train, self.layout, self.rule, self.features, seed, place, self.ranks)
+
     def _compile(self, monitor: Monitor) -> None:
         """Run the first pack once for nothing, so that no training time goes into compiling."""
-        if not self.config.compile:
-            return
         start = time.perf_counter()
         monitor.note("compiling the training step")
-        documents, place = self.corpus.train, self.state.place
-        source = batches(documents, self.layout, self.rule, self.features, self.config.seed, place, self.ranks)
-        self.steps.run_pack(map_tensors(next(source), lambda tensor: tensor.to(self.device)))
+        self.steps.run_pack(map_tensors(next(self._packs()), lambda tensor: tensor.to(self.device)))
         self.gradients.zero()
         monitor.note(f"compiled in {time.perf_counter() - start:.0f} s")
 
     def _monitor(self) -> Monitor:
         """The log, the progress line and the loggers: of rank 0, and for show on the others."""
-        if not self.ranks.is_main:
-            return Monitor(LogFile(None, keep_to_step=0), self.console)
-        loggers = Loggers(
-            self.config.logger, RunInfo(self.out, self.recipe, self.state.step), partial(say, self.console)
-        )
-        return Monitor(LogFile(self.out / "train.jsonl", keep_to_step=self.state.step), self.console, loggers)
+        log, names = (self.out / "train.jsonl", self.config.logger) if self.ranks.is_main else (None, ())
+        loggers = Loggers(names, RunInfo(self.out, self.recipe, self.state.step), partial(say, self.console))
+        return Monitor(LogFile(log, keep_to_step=self.state.step), self.console, loggers)
 
     def _step(self, data: Prefetcher, seconds: float) -> None:
         """One optimiser step over `accumulate` packs. Nothing here waits for the device."""
@@ -312,7 +276,7 @@ class Trainer:
     def _report(self, monitor: Monitor, clock: Clock) -> None:
         """Read the running statistics (the one wait for the device), check them and log them."""
         report = self.running.report()
-        self._check_finite(report.bad_step)
+        self._trail.check(report.bad_step)
         self._trail.forget()
         self._count(clock)
         state, rates = self.state, clock.lap(self.state, self._flops)
@@ -340,16 +304,6 @@ class Trainer:
         if any(self.ranks.share([monitor.log_waits and not waited])):
             self._try_to_save(monitor, clock)  # the disk has begun to refuse: what it still takes is a checkpoint
 
-    def _check_finite(self, bad_step: int) -> None:
-        """Raise PeagleError if there is a bad step, naming what it was trained on."""
-        if bad_step >= 0:
-            packs = self._trail.describe(bad_step, self.corpus.train, self.layout, self.config.seed)
-            raise PeagleError(
-                f"the loss or its gradient became NaN or infinite at step {bad_step} ({packs or 'unknown packs'}); "
-                f"nothing of it was saved: lower muon_lr ({self.config.muon_lr}) or adamw_lr ({self.config.adamw_lr}), "
-                "or leave those documents out, and start in another output directory"
-            )
-
     def _count(self, clock: Clock) -> None:
         """Read what all ranks together have trained on, which is counted on the device, and for how long."""
         positions, rows = self.running.totals()
@@ -357,7 +311,7 @@ class Trainer:
 
     def _save(self, clock: Clock) -> None:
         """Write a checkpoint, never one of a run that has gone wrong."""
-        self._check_finite(int(self.running.bad_step.item()))
+        self._trail.check(int(self.running.bad_step.item()))
         self._count(clock)
         save_checkpoint(
             self.out, self.placement, self.optimizers, self.running, self.state, self.recipe,
@@ -429,13 +383,11 @@ class Trainer:
         return TrainResult(head=self.out / "head", state=self.state, evaluation=evaluation)
 
     def _plot(self, monitor: Monitor) -> None:
-        """Draw the log where matplotlib is installed. The head is there: no failure here may fail the run."""
-        if find_spec("matplotlib") is None:
-            return
+        """Draw the log. The head is there: no failure here may fail the run."""
         try:
             plot_training(self.out / "train.jsonl", self.out / "training.png")
-        except Exception as error:  # whatever matplotlib or the disk come up with
-            monitor.note(f"training.png was not drawn ({' '.join(str(error).split())[:200]})")
+        except Exception as error:  # no matplotlib, or whatever it or the disk come up with
+            monitor.note(f"training.png was not drawn ({one_line(error)})")
 
     def _export(self, name: str, evaluation: Evaluation | None) -> None:
         """Write the head as it is now to OUT/`name`."""

@@ -11,7 +11,6 @@ P positions, N query heads, M key/value heads, D head size, H hidden size.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,22 +19,7 @@ from peagle.errors import PeagleError
 from peagle.kernels.range_attention import KeyRanges, range_attention
 from peagle.models.layers import Attend
 from peagle.training.attention import Backend, Window, document_starts
-from peagle.training.rows import BoolArray, IntArray, Rows
-
-
-def ttt_rows(supervised_P: BoolArray, doc_P: IntArray, num_depths: int) -> tuple[IntArray, IntArray]:
-    """The rows that carry loss, (anchors, depths), depth-major: those whose positions a..a+d are all supervised and in
-    one document. The mask rows of P-EAGLE with nothing dropped."""
-    anchors, depths = [], []
-    allowed_P = supervised_P & (doc_P >= 0)
-    alive_P = allowed_P.copy()
-    for depth in range(num_depths):
-        anchors.append(np.flatnonzero(alive_P))
-        depths.append(np.full(len(anchors[-1]), depth, np.int64))
-        reached = max(len(doc_P) - depth - 1, 0)  # anchors with a position depth + 1 further on
-        alive_P[:reached] &= allowed_P[depth + 1 :] & (doc_P[:reached] == doc_P[depth + 1 :])
-        alive_P[reached:] = False
-    return np.concatenate(anchors), np.concatenate(depths)
+from peagle.training.rows import Rows
 
 
 def ttt_hidden(

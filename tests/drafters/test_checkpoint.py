@@ -370,7 +370,7 @@ def test_full_disk_leaves_nothing_half_written(drafter, tmp_path, monkeypatch):
     def fail(*args, **settings):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", fail)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(PeagleError, match="No space left"):
         save(drafter, tmp_path / "head")
     assert list(tmp_path.iterdir()) == []

@@ -89,6 +89,25 @@ def test_biased_targets():
     assert not new(biased, target_init=False).config.attention_bias
 
 
+def test_queries_and_keys_of_a_target_that_norms_them_are_not_copied():
+    """Heads have no such norms: values, output and feed-forward come from the target, queries and keys do not."""
+    normed = make_target(replace(SPEC, qk_norm=True, qkv_bias=True))
+    assert normed.layers[3].self_attn.q_norm is not None
+    drafter, default = new(normed), new(make_target(replace(SPEC, qkv_bias=True)))
+    for i, own in enumerate([drafter.fusion, *drafter.layers]):
+        source, projection = normed.layers[3 + i].self_attn, own.self_attn.qkv_proj
+        first = sum(projection.splits[:2])
+        weight = projection.weight[:, 32:] if i == 0 else projection.weight
+        assert torch.equal(weight[first:], source.qkv_proj.weight[first:])
+        assert torch.equal(projection.bias[first:], source.qkv_proj.bias[first:])
+        assert not (weight[:first] == source.qkv_proj.weight[:first]).any()
+        assert float(weight[:first].detach().abs().max()) <= projection.in_features**-0.5
+        assert torch.equal(own.self_attn.o_proj.weight, source.o_proj.weight)
+        assert torch.equal(own.mlp.gate_up_proj.weight, normed.layers[3 + i].mlp.gate_up_proj.weight)
+    assert drafter.state_dict().keys() == default.state_dict().keys()
+    assert bool(logits(drafter).isfinite().all())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

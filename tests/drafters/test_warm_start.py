@@ -8,7 +8,7 @@ import torch
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.init import new_drafter
-from peagle.drafters.warm_start import warm_drafter
+from peagle.drafters.warm_start import load_start, warm_drafter
 from peagle.errors import PeagleError
 from peagle.models.weights import random_weights
 from tests.drafters.conftest import CONFIG, DRAFT_IDS, SPEC, make_drafter, make_target
@@ -32,9 +32,12 @@ def saved(drafter, path, target=None, **settings):
     return path
 
 
-def warm(head, target, **settings):
-    defaults = {"num_layers": 1, "mask_token_id": 7, "seed": 0, "target_init": True}
-    return warm_drafter(head, target.spec, target, **{**defaults, **settings})
+def warm(head, target, *, num_layers=1, mask_token_id=7, **wanted):
+    start = load_start(head, target, num_layers=num_layers, **wanted)
+    like = {"tap_ids": start.config.tap_ids, "norm_before_fc": start.config.norm_before_fc}
+    sizes = {"num_layers": num_layers, "mask_token_id": mask_token_id}
+    fresh = new_drafter(target.spec, target, **sizes, seed=0, target_init=True, **like)
+    return warm_drafter(start, fresh, seed=0)
 
 
 def hidden(drafter, rows=6):

@@ -18,6 +18,7 @@ from peagle.engine.batch import Batch, StepTensors
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
 from peagle.engine.step import DraftSide
+from peagle.kernels.accept import Accepted
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
@@ -92,12 +93,10 @@ def force_drafts(llm: LLM, plain: Sequence[RequestOutput], seed: int, right: flo
     rng = np.random.default_rng(seed)
     step, original = llm._step, llm._step._draft
 
-    def drafts(
-        side: DraftSide, batch: Batch, tensors: StepTensors, tokens_BV: Tensor, accepted_B: Tensor, taps_TC: Tensor
-    ) -> Tensor:
-        real_BK = original(side, batch, tensors, tokens_BV, accepted_B, taps_TC)
+    def drafts(side: DraftSide, batch: Batch, tensors: StepTensors, verified: Accepted, taps_TC: Tensor) -> Tensor:
+        real_BK = original(side, batch, tensors, verified, taps_TC)
         by_slot = {r.slot: r for r in llm._scheduler.running}
-        for i, (slot, accepted) in enumerate(zip(batch.slot_B.tolist(), accepted_B.tolist(), strict=True)):
+        for i, (slot, accepted) in enumerate(zip(batch.slot_B.tolist(), verified.count_B.tolist(), strict=True)):
             request = by_slot[slot]
             known = plain[request.index].token_ids[len(request.output_ids) + accepted + 1 :]
             for j, token in enumerate(known[: real_BK.shape[1]]):

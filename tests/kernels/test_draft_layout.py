@@ -39,7 +39,7 @@ def test_worked_example_with_two_requests():
     assert layout.is_masked.tolist() == [False, False, True, True] + [False] * 6 + [True, True]
     assert layout.is_rejected.tolist() == [False] * 4 + [True] * 2 + [False] * 6
     assert layout.sample_rows.tolist() == [1, 2, 3, 9, 10, 11]
-    assert layout.hidden_map.tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert layout.source_rows.tolist() == [0, 1, -1, -1, -1, -1, 4, 5, 6, 7, -1, -1]
     assert layout.seq_lens.tolist() == [16, 11]
     assert layout.query_start.tolist() == [0, 6, 12]
 

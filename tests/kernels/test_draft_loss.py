@@ -3,11 +3,7 @@
 Triton decides at import whether it interprets, so the CPU tests of the kernel run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.draft_loss import HardLabels, Labels, LossMix, SoftLabels, draft_loss, row_summary
-
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 has_triton = find_spec("triton") is not None
 interpreter = pytest.mark.skipif(not INTERPRETED or not has_triton, reason="run by test_in_the_interpreter")
@@ -152,11 +146,7 @@ def test_a_mixture_of_nothing():
 
 @pytest.mark.skipif(INTERPRETED or not has_triton, reason="this is the process it starts, or no triton")
 def test_in_the_interpreter():
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "skipped" not in result.stdout
+    run_interpreted(__file__)
 
 
 @interpreter

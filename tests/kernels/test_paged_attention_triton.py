@@ -3,11 +3,7 @@
 Triton decides at import whether it interprets, so the CPU tests run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.paged_attention import TilePlan, paged_attention, plan_attention
-
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
@@ -38,6 +32,7 @@ def relative_error(
     device: str,
     dead_rows: int = 0,
     window: int | None = None,
+    sinks: bool = False,
 ) -> float:
     """Attend with both forms; `shapes` are (new rows, keys). Every slot past a request's keys holds NaN, and where the
     kernel runs those of blocks that no window reaches.
@@ -67,6 +62,8 @@ def relative_error(
     # A slice of a wider projection: rows are further apart than they are long.
     q = torch.randn(int(query_lens.sum()), heads + 2 * kv_heads, dim).to(device, dtype)[:, :heads]
 
+    sinks_N = torch.randn(heads).to(device, dtype) if sinks else None
+
     def run(backend: str) -> Tensor:
         # The plan's key lengths are an upper bound.
         plan = plan_attention(
@@ -77,34 +74,16 @@ def relative_error(
         limit = torch.cat(limits).to(device)
         poison = torch.nan if backend == "triton" else 0.0
         k, v = (cache.masked_fill(unseen[None, :, None], poison).to(device, dtype) for cache in (keys, values))
-        return paged_attention(q, k, v, limit, plan, window).double()
+        return paged_attention(q, k, v, limit, plan, window, sinks_N).double()
 
     expected, out = run("torch"), run("triton")
     assert expected.isfinite().all()
     return float((out - expected).norm() / expected.norm())
 
 
-@pytest.fixture
-def numpy_scalars(monkeypatch):
-    """NumPy 2.4 no longer turns a one-element array into an int; Triton 3.6 interprets `range` that way."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor, *scope):
-        original(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
 def test_in_the_interpreter():
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "skipped" not in result.stdout
+    run_interpreted(__file__)
 
 
 @interpreter
@@ -137,6 +116,14 @@ def test_interpreted_windows(window: int, block: int):
 
 
 @interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+def test_interpreted_sinks():
+    for window in (None, 5):
+        error = relative_error(RAGGED, 6, 2, 16, 4, torch.float32, "cpu", window=window, sinks=True)
+        assert error < TOLERANCE[torch.float32]
+
+
+@interpreter
 def test_interpreted_head_dims_that_do_not_tile_go_to_torch():
     lens, tables = np.array([1]), np.zeros((1, 1), dtype=np.int64)
     for dim in (8, 80):
@@ -164,6 +151,14 @@ def test_interpreted_head_dims_that_do_not_tile_go_to_torch():
 def test_on_gpu(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, shapes: list[tuple[int, int]]):
     error = relative_error(shapes, heads, kv_heads, dim, 16, dtype, "cuda")
     assert error < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_on_gpu(dtype: torch.dtype):
+    shapes = [(8, length) for length in range(8, 400, 7)] + [(500, 500)]
+    assert relative_error(shapes, 64, 8, 64, 16, dtype, "cuda", sinks=True) < TOLERANCE[dtype]
 
 
 @gpu

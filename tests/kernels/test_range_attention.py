@@ -3,12 +3,8 @@
 Triton decides at import whether it interprets, so its CPU tests run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +12,7 @@ from torch import Tensor
 
 from peagle.errors import PeagleError
 from peagle.kernels.range_attention import KeyRanges, range_attention, range_attention_ref
-
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
@@ -89,6 +83,9 @@ CASES = {
     "mask rows": mask_row_case([40, 17], 5, padding=7),
     "window": mask_row_case([60], 4, padding=0, window=12),
     "unordered": random_case(55, 61, 40),
+    "a chain alone": Case(
+        _ranges([0] * 20, [61] * 7 + [0] + [61] * 12), 61, _ranges([*range(20)], [*range(1, 21)]), 20
+    ),
     "no keys": Case(_ranges([0] * 5, [0] * 5), 4),
 }
 
@@ -213,28 +210,10 @@ def test_wrong_backends_are_named():
         range_attention(*(torch.randn(1, 1, 80),) * 3, ranges, backend="triton")
 
 
-@pytest.fixture
-def numpy_scalars(monkeypatch):
-    """NumPy 2.4 no longer turns a one-element array into an int; Triton 3.6 interprets `range` that way."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor, *scope):
-        original(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
 def test_in_the_interpreter():
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "skipped" not in result.stdout
+    run_interpreted(__file__)
 
 
 def triton_form(*arguments) -> Tensor:
@@ -254,6 +233,7 @@ def set_sizes(monkeypatch: pytest.MonkeyPatch, rows: int, keys: int) -> None:
     sizes = range_attention_triton.LaunchSizes(rows, keys, 4, 2)
     for module in (range_attention_triton, range_attention_backward_triton):
         monkeypatch.setattr(module, "launch_sizes", lambda *_: sizes)
+    monkeypatch.setattr(range_attention_backward_triton, "_SCANNED_ROWS", 32)  # several turns, even of few rows
 
 
 @interpreter

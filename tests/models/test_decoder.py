@@ -78,6 +78,9 @@ def test_the_reference_variants_differ_in_what_they_test() -> None:
     assert "model.layers.0.self_attn.o_proj.bias" in dict(hf_model("llama-tied-biases").named_parameters())
     assert hf_model("llama-head-dim").model.layers[0].self_attn.q_proj.out_features == 6 * 24
     assert "model.layers.0.self_attn.q_proj.bias" in dict(hf_model("qwen2").named_parameters())
+    qwen3 = dict(hf_model("qwen3").named_parameters())
+    assert (qwen3["model.layers.0.self_attn.q_norm.weight"] - 1).abs().max() > 0.1
+    assert "model.layers.0.self_attn.q_proj.bias" not in qwen3
 
 
 def test_taps_come_in_the_order_asked_for() -> None:

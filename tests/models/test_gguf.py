@@ -57,7 +57,7 @@ def test_unpermute_worked_example() -> None:
     assert unpermute_rope_rows(np.concatenate([stored, stored + 6]), 2).tolist() == list(range(12))
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-tied-biases", "qwen2", "qwen2-tied"])
+@pytest.mark.parametrize("variant", ["llama", "llama-tied-biases", "qwen2", "qwen2-tied", "qwen3"])
 def test_converted_model_computes_the_same(variant: str, tmp_path: Path) -> None:
     reference = hf_model(variant)
     file = tiny_gguf(tmp_path / "tiny.gguf", variant)

@@ -25,6 +25,7 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 RULE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
 
@@ -47,12 +48,22 @@ def test_defaults_follow_transformers() -> None:
     [
         ({**LLAMA, "attention_bias": True}, (True, True, False)),
         ({**LLAMA, "mlp_bias": True}, (False, False, True)),
+        (QWEN3, (False, False, False)),
+        ({**QWEN3, "attention_bias": True, "mlp_bias": True}, (True, True, False)),
         ({**QWEN2, "attention_bias": False}, (True, False, False)),  # Qwen2 has its biases whatever the config says
     ],
 )
 def test_biases(config: dict[str, Any], biases: tuple[bool, bool, bool]) -> None:
     spec = spec_from_hf(config)
     assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == biases
+
+
+def test_qwen3_norms_its_heads_and_has_its_own_head_size() -> None:
+    assert [read(config).qk_norm for config in (LLAMA, QWEN2, QWEN3)] == [False, False, True]
+    assert (read(QWEN3).head_dim, read(QWEN3, head_dim=32).head_dim) == (128, 32)
+    with pytest.raises(PeagleError, match="use_sliding_window true"):
+        read(QWEN3, use_sliding_window=True)
+    assert read(QWEN3, use_sliding_window=False, sliding_window=4096, max_window_layers=2).qk_norm
 
 
 @pytest.mark.parametrize(
@@ -93,7 +104,10 @@ def test_end_tokens(own: Any, generation: dict[str, Any] | None, expected: tuple
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3_text"}, r"model_type 'gemma3_text' is not supported: expected 'llama' or 'qwen2'"),
+        (
+            {"model_type": "gemma3_text"},
+            r"model_type 'gemma3_text' is not supported: expected 'llama', 'qwen2' or 'qwen3'",
+        ),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 is not a target"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from peagle.errors import PeagleError
-from peagle.models.target import read_spec
+from peagle.models.target import load_target, read_spec
+from peagle.models.tokenizer import encode
 from peagle.models.weights import load_model, parameter_parts
+from tests.helpers import causal_attend
 from tests.models.tiny import hf_model
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -133,3 +135,25 @@ def test_malformed_config(saved: Path, text: str) -> None:
     (saved / "config.json").write_text(text)
     with pytest.raises(PeagleError, match=r"config\.json"):
         load(saved)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-tied-biases"])
+def test_dummy_weights_need_a_config_only(variant: str, tmp_path: Path) -> None:
+    """Unit scale everywhere: logits neither vanish nor explode; what a text would be is spelled out in token ids."""
+    hf_model(variant).config.save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    target = load_target(str(tmp_path), dtype=torch.float32, device=cpu, load_format="dummy")
+    parts = parameter_parts(target.model)
+    embedding, down = parts["embed_tokens.weight"], parts["layers.0.mlp.down_proj.weight"]
+    assert 0.95 < float(embedding.std()) < 1.05
+    assert 0.9 < float(down.std()) * 80**0.5 < 1.1
+    assert all(bool((part == 1).all()) for name, part in parts.items() if name.endswith("norm.weight"))
+    assert not any(bool(part.any()) for name, part in parts.items() if name.endswith("bias"))
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    ids = torch.arange(12)
+    hidden, _ = target.model(ids, ids, causal_attend([12]))
+    assert 0.5 < float(target.model.logits(hidden).std()) < 2 * 48**0.5
+    assert target.tokenizer.decode([5, 319]) == "<5> <319>"
+    assert encode(target.tokenizer, "<7> <9> what") == [7, 9, 0]
+    same = load_target(str(tmp_path), dtype=torch.float32, device=cpu, load_format="dummy")
+    assert torch.equal(same.model.embed_tokens.weight, embedding)

@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SIZES = {
     "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -24,15 +31,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-llama3-rope": {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1},
     "qwen2": {},
     "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "qwen3-tied-biases": {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
 }
 
+HFModel = LlamaForCausalLM | Qwen2ForCausalLM | Qwen3ForCausalLM
 
-def hf_model(variant: str, **changes: Any) -> LlamaForCausalLM | Qwen2ForCausalLM:
+
+def hf_model(variant: str, **changes: Any) -> HFModel:
     """A float32 transformers model with every parameter random, biases and norms too."""
     torch.manual_seed(0)
     settings = {**SIZES, "tie_word_embeddings": False, **VARIANTS[variant], **changes}
     if variant.startswith("qwen2"):
         model = Qwen2ForCausalLM(Qwen2Config(**settings))
+    elif variant.startswith("qwen3"):
+        model = Qwen3ForCausalLM(Qwen3Config(**settings))
     else:
         model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():
@@ -75,13 +88,14 @@ def vocabulary(pre: str, size: int) -> dict[str, Any]:
     }
 
 
-def gguf_tensors(model: LlamaForCausalLM | Qwen2ForCausalLM) -> dict[str, Tensor]:
+def gguf_tensors(model: HFModel) -> dict[str, Tensor]:
     """The model's weights under GGUF names, q and k reordered as llama.cpp does for the llama architecture."""
     names = {
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     }  # fmt: skip
     c = model.config
     heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}
@@ -95,10 +109,11 @@ def gguf_tensors(model: LlamaForCausalLM | Qwen2ForCausalLM) -> dict[str, Tensor
     return tensors
 
 
-def gguf_fields(model: LlamaForCausalLM | Qwen2ForCausalLM) -> dict[str, Any]:
+def gguf_fields(model: HFModel) -> dict[str, Any]:
     """Metadata of the model in GGUF's vocabulary."""
     c = model.config
-    pre = "qwen2" if c.model_type == "qwen2" else "smollm"
+    pre = "smollm" if c.model_type == "llama" else "qwen2"
+    key_length = {f"{c.model_type}.attention.key_length": c.head_dim} if c.model_type == "qwen3" else {}
     return {
         f"{c.model_type}.block_count": c.num_hidden_layers,
         f"{c.model_type}.context_length": c.max_position_embeddings,
@@ -108,6 +123,7 @@ def gguf_fields(model: LlamaForCausalLM | Qwen2ForCausalLM) -> dict[str, Any]:
         f"{c.model_type}.attention.head_count_kv": c.num_key_value_heads,
         f"{c.model_type}.attention.layer_norm_rms_epsilon": c.rms_norm_eps,
         f"{c.model_type}.rope.freq_base": 10000.0,
+        **key_length,
         **vocabulary(pre, c.vocab_size),
     }
 

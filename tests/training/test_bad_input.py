@@ -8,27 +8,21 @@ import pytest
 
 from peagle.config import TrainConfig
 from peagle.errors import PeagleError
-from peagle.training import setup as checks
+from peagle.training import corpus as corpus_module
+from peagle.training.corpus import check_prepared_for, cut_report, cut_to_context, split_corpus
 from peagle.training.dataset import Document
 from peagle.training.rows import RowLayout, pack_documents
-from peagle.training.setup import (
-    check_prepared_for,
-    choose_mask_token,
-    choose_tap_ids,
-    cut_report,
-    cut_to_context,
-    split_corpus,
-)
+from peagle.training.setup import choose_mask_token, choose_tap_ids, unused_settings
 from tests.training.tiny_run import documents, recipe, tiny_target
 
 
 def test_data_of_another_template_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "load_tokenizer", lambda path: SimpleNamespace(chat_template="now"))
+    monkeypatch.setattr(corpus_module, "load_tokenizer", lambda path: SimpleNamespace(chat_template="now"))
     settings = {"model": "one", "chat_template_sha256": hashlib.sha256(b"now").hexdigest()}
-    check_prepared_for("one", tmp_path, tmp_path / "data", {"settings": settings})
+    check_prepared_for("one", tmp_path, tmp_path / "data", settings)
     settings["chat_template_sha256"] = hashlib.sha256(b"then").hexdigest()
-    with pytest.raises(PeagleError, match=r"under another chat template than one has now: restore .* prepare"):
-        check_prepared_for("one", tmp_path, tmp_path / "data", {"settings": settings})
+    with pytest.raises(PeagleError, match=r"whose chat template differs from that of one: .* prepare"):
+        check_prepared_for("one", tmp_path, tmp_path / "data", settings)
 
 
 def test_documents_longer_than_the_context_are_cut_and_counted():
@@ -115,8 +109,18 @@ def test_depths_and_keep_ratio_have_ranges():
     for depths in (0, -1):
         with pytest.raises(PeagleError, match=f"num_depths is {depths}: it must be at least 1"):
             TrainConfig(num_depths=depths)
+    with pytest.raises(PeagleError, match="num_depths is 65: more than the 64 positions of a step, lower it"):
+        recipe(num_depths=65)
     for ratio in (0.0, 1.01, -0.5):
         with pytest.raises(PeagleError, match=rf"keep_ratio is {ratio}: it must be in \(0, 1\]"):
             TrainConfig(keep_ratio=ratio)
     with pytest.raises(PeagleError, match="features and cache_features exclude each other"):
         TrainConfig(features="folder", cache_features=True)
+
+
+def test_settings_without_effect_are_named():
+    assert unused_settings(recipe()) == ""
+    assert unused_settings(recipe(partition="algorithm1", segments=2, keep_ratio=0.5)) == ""
+    assert unused_settings(recipe(segments=2, optimizer="adamw", muon_lr=1.0)).endswith(": segments, muon_lr")
+    unrolled = recipe(method="eagle3", mask_token_id=None, keep_ratio=0.5, partition="flat", chunk_rows=9)
+    assert unused_settings(unrolled) == "without effect on this run: keep_ratio, partition, chunk_rows"

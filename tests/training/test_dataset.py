@@ -4,6 +4,7 @@ import json
 import time
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
@@ -74,6 +75,25 @@ def test_bad_manifest(folder, text):
 def test_missing_shard(folder):
     (folder / "shard-00001.parquet").unlink()
     with pytest.raises(PeagleError, match=r"shard-00001\.parquet is missing"):
+        load_documents(folder)
+
+
+@pytest.mark.parametrize("change", [{"file": 3}, {"documents": "2"}, {"surprise": 1}])
+def test_shard_records_of_another_form(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0] |= change
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(PeagleError, match=r"manifest\.json has a shard record of another form"):
+        load_documents(folder)
+
+
+@pytest.mark.parametrize("ids", [["a", None], [1, 2]])
+def test_every_document_has_a_text_for_id(folder, ids):
+    path = folder / "shard-00000.parquet"
+    table = pq.read_table(path)
+    column = pa.array((ids * len(table))[: len(table)])
+    pq.write_table(table.set_column(0, "id", column), path)
+    with pytest.raises(PeagleError, match=r"is damaged \(its ids are (string|int64), . of them null: every document"):
         load_documents(folder)
 
 

@@ -1,6 +1,5 @@
 """`peagle extract`: the store holds the target's features, survives interruptions, and feeds training bit by bit."""
 
-import errno
 import json
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from rich.console import Console
 from safetensors import SafetensorError
@@ -16,21 +16,20 @@ from safetensors.torch import load_file
 
 from peagle.config import ExtractConfig
 from peagle.errors import PeagleError
+from peagle.training import corpus as corpus_module
 from peagle.training import extract as extract_module
-from peagle.training import extract_plan as plan_module
-from peagle.training import feature_store as store_module
+from peagle.training.corpus import split_corpus
 from peagle.training.dataset import Document, data_hash
 from peagle.training.extract import extract
 from peagle.training.feature_store import (
+    open_features,
     plan_shards,
     read_store_manifest,
     stored_tokens,
 )
 from peagle.training.features import CachedFeatures, fill_cache
-from peagle.training.hf_spec import TargetSizes
+from peagle.training.hf_target import TargetSizes
 from peagle.training.rows import RowLayout, pack_documents
-from peagle.training.setup import split_corpus
-from peagle.training.stored_features import open_features
 from tests.training.tiny_run import documents, recipe, tiny_target
 
 TAPS = (1, 2, 3)
@@ -53,10 +52,11 @@ def world(tmp_path, monkeypatch, data):
     target = tiny_target()
     target.path = tmp_path
     (tmp_path / "model.safetensors").write_text("weights")
-    monkeypatch.setattr(extract_module, "load_documents", lambda folder: (data, MANIFEST))
-    monkeypatch.setattr(extract_module, "resolve_model", lambda model: tmp_path)
+    monkeypatch.setattr(corpus_module, "load_documents", lambda folder: (data, MANIFEST))
+    for module in (corpus_module, extract_module):
+        monkeypatch.setattr(module, "resolve_model", lambda model: tmp_path)
     monkeypatch.setattr(extract_module, "load_training_target", lambda *args, **kwargs: target)
-    monkeypatch.setattr(plan_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 128))
+    monkeypatch.setattr(extract_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 128))
     console = Console(record=True, width=250)
 
     def run(out="store", **changes):
@@ -217,7 +217,7 @@ def test_training_checks_what_the_store_was_made_for(world):
 
 
 def disk(monkeypatch, free):
-    monkeypatch.setattr(plan_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(extract_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
 
 
 def test_the_disk_is_asked_first(world, monkeypatch):
@@ -239,7 +239,7 @@ def test_the_disk_is_asked_first(world, monkeypatch):
 def test_a_terminal_is_asked(world, monkeypatch, answer, goes_on):
     disk(monkeypatch, int(TOKEN_BYTES * int(stored_tokens(world.data).sum()) / 0.85))
     world.console._force_terminal = True
-    monkeypatch.setattr(plan_module.sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(extract_module.sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(world.console, "input", lambda question, markup: answer)
     if goes_on:
         assert world.run().shards
@@ -250,28 +250,26 @@ def test_a_terminal_is_asked(world, monkeypatch, answer, goes_on):
 
 
 def test_a_full_disk_loses_nothing_finished(world, monkeypatch):
-    original = store_module.save_file
+    original = safetensors.torch.save_file
 
-    def full(tensors, path):
+    def full(tensors, path, metadata=None):
         if "00002" in path.name:
             path.write_bytes(b"half")
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        original(tensors, path)
+        original(tensors, path, metadata)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "save_file", full)
+        patch.setattr(safetensors.torch, "save_file", full)
         with pytest.raises(PeagleError, match=r"no space left on the disk .* run the same command again"):
             world.run()
     assert not list(world.out.glob(".features*"))
     assert world.run().kept_shards == 2
-    error = store_module._as_os_error(SafetensorError("something else"))
-    assert error.errno == errno.EIO
 
 
 def test_two_writers_are_kept_apart(world):
     world.out.mkdir()
     code = (
-        "import sys; from pathlib import Path; from peagle.training.lock import lock_output; "
+        "import sys; from pathlib import Path; from peagle.files import lock_output; "
         "lock_output(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     arguments = [sys.executable, "-c", code, str(world.out)]
@@ -287,15 +285,18 @@ def test_data_that_do_not_fit_are_refused_before_the_target_loads(world, monkeyp
     for taps in ((1, 1), (3, 1), (1, 5)):
         with pytest.raises(PeagleError, match="tap ids"):
             world.run(tap_ids=taps)
-    monkeypatch.setattr(plan_module, "target_sizes", lambda path: TargetSizes(32, 4, 40, 128))
+    monkeypatch.setattr(extract_module, "target_sizes", lambda path: TargetSizes(32, 4, 40, 128))
     with pytest.raises(PeagleError, match="the data hold token id 59, the target has 40 tokens"):
         world.run()
-    monkeypatch.setattr(plan_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 8))
+    world.data[0].input_ids[1] = -5
+    with pytest.raises(PeagleError, match="the data hold token id -5, the target has 40 tokens, numbered from 0"):
+        world.run()
+    monkeypatch.setattr(extract_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 8))
     with pytest.raises(PeagleError, match="all 10 documents are longer than the target's context of 8 tokens"):
         world.run()
     silent = [world.data[4]]
-    monkeypatch.setattr(extract_module, "load_documents", lambda folder: (silent, MANIFEST))
-    monkeypatch.setattr(plan_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 128))
+    monkeypatch.setattr(corpus_module, "load_documents", lambda folder: (silent, MANIFEST))
+    monkeypatch.setattr(extract_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 128))
     with pytest.raises(PeagleError, match="none of 1 documents has a supervised token"):
         world.run()
 
@@ -305,6 +306,28 @@ def test_a_manifest_that_is_none_is_named(tmp_path):
         (tmp_path / "features.json").write_text(text)
         with pytest.raises(PeagleError, match=r"not a manifest of format 1 .* extract the features again"):
             read_store_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.update(settings=[]),
+        lambda manifest: manifest.update(num_shards="2"),
+        lambda manifest: manifest["shards"][0].update(file=3),
+        lambda manifest: manifest["shards"][0].update(tokens="abc"),
+        lambda manifest: manifest["shards"][0].update(index=1),
+        lambda manifest: manifest["shards"][0].update(first_document=1),
+        lambda manifest: manifest["shards"].append(manifest["shards"][0]),
+    ],
+)
+def test_a_manifest_that_was_tampered_with_is_named(world, change):
+    world.run()
+    path = world.out / "features.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(PeagleError, match=r"not a manifest of format 1 .* extract the features again"):
+        opened(world)
 
 
 def test_shards_hold_whole_documents():

@@ -127,15 +127,24 @@ def test_compiled_prefix_once_equals_eager_and_compiles_once(no_recompiles):
         assert (compiled[name] - gradient).norm() < 5e-2 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_captured_steps_equal_eager_ones(method, tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compile": True},
+        {"compile": True, "method": "eagle3"},
+        {"checkpoint_activations": True},
+        {"partition": "algorithm1", "segments": 1},
+        {"accumulate": 2, "ema_decay": 0.9},
+    ],
+)
+def test_captured_steps_equal_eager_ones(changes, tmp_path):
     """Whole runs: the same losses and heads with CUDA graphs and without."""
     target = tiny_target()
     target.model.to(CUDA, torch.bfloat16)
     losses, heads = [], []
     for graphs in (False, True):
         out = tmp_path / str(graphs)
-        settings = {"method": method, "attention": "reference", "compile": True, "graphs": graphs}
+        settings = {"attention": "reference", "graphs": graphs, **changes}
         run(out, recipe(max_steps=12, log_interval=1, holdout=0, **settings), documents(40), target=target)
         lines = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from peagle.errors import PeagleError
 from peagle.training.batches import map_tensors
-from peagle.training.head_loss import HeadLoss, LossRows, depth_weights, plan_loss_rows
+from peagle.training.head_loss import HeadLoss, LossRows, depth_weights, fixed_loss_rows, plan_loss_rows
 
 X, P, H, V = 29, 13, 6, 19
-DRAFT_IDS = torch.tensor([2, 3, 5, 7, 11, 13])
+DRAFT_IDS = torch.tensor([0, 3, 5, 7, 11, 13])
 VOCABULARIES = pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "restricted"])
 LOSSES = pytest.mark.parametrize("loss", ["soft-ce", "kl", "hard-ce"])
 
@@ -28,10 +28,8 @@ class Problem:
         self.draft_ids = draft_ids
         self.target_hidden, self.target_head = rand(P, H), rand(V, H)
         self.labels = torch.randint(0, V, (P,), generator=g)
-        self.labels[1] = -1
         self.rows = rng.permutation(X)[:23]
         self.target = rng.integers(0, P - 2, 23)
-        self.depth = rng.integers(0, 5, 23)
         self.weight = (rng.random(23) * (rng.random(23) < 0.7)).astype(np.float32)
         # Close enough to the target that some rows are right.
         self.head = self.target_head if draft_ids is None else self.target_head[draft_ids]
@@ -41,7 +39,7 @@ class Problem:
         self.hidden.requires_grad_()
 
     def plan(self, max_rows=8) -> LossRows:
-        return plan_loss_rows(self.rows, self.target, self.depth, self.weight, max_rows)
+        return plan_loss_rows(self.rows, self.target, self.weight, max_rows)
 
     def run(self, loss, tv_weight=0.0, max_rows=8, **options):
         """(result, gradient of the head)."""
@@ -105,6 +103,34 @@ def test_slabs_of_any_size_give_the_same(loss, draft_ids):
 
 
 @LOSSES
+def test_rows_filled_up_to_a_shape_give_the_same(loss):
+    """Slabs cut within a target, and one of filling rows alone."""
+    problem = Problem(DRAFT_IDS)
+    (expected, expected_head), plan = problem.run(loss, 0.3), problem.plan()
+    shared = plan.rank_L[[5, 11, 17]] == plan.rank_L[[6, 12, 18]]
+    assert shared.any(), "a target's rows are in two slabs"
+    fixed = fixed_loss_rows(plan, slabs=5, rows=6, targets=6)
+    assert fixed.slabs == tuple((6 * s, 6 * s + 6, 6 * s, 6 * s + 6) for s in range(5))
+    problem.plan = lambda _max_rows: fixed
+    result, head = problem.run(loss, 0.3)
+    close(result.loss_sum, expected.loss_sum)
+    close(result.grad_XH, expected.grad_XH)
+    close(head, expected_head)
+    close(result.row_loss_L[:23], expected.row_loss_L)
+    assert (result.correct_L[:23] == expected.correct_L).all()
+    assert not result.row_loss_L[23:].any()
+    assert not result.correct_L[23:].any()
+
+
+def test_rows_that_do_not_fit_a_shape():
+    plan = Problem(None).plan()
+    most = max(len(plan.rank_L[first : first + 6].unique()) for first in range(0, 23, 6))
+    assert fixed_loss_rows(plan, slabs=4, rows=6, targets=most) is not None
+    assert fixed_loss_rows(plan, slabs=4, rows=6, targets=most - 1) is None
+    assert fixed_loss_rows(plan, slabs=3, rows=6, targets=most) is None
+
+
+@LOSSES
 def test_what_is_not_charged_may_hold_anything(loss):
     clean, poisoned = Problem(DRAFT_IDS), Problem(DRAFT_IDS)
     dead = poisoned.rows[poisoned.weight == 0]
@@ -147,7 +173,7 @@ def test_a_frozen_head_and_evaluation():
 def test_no_rows():
     problem = Problem(None)
     empty = np.zeros(0, np.int64)
-    plan = plan_loss_rows(empty, empty, empty, empty.astype(np.float32), 8)
+    plan = plan_loss_rows(empty, empty, empty.astype(np.float32), 8)
     assert plan.slabs == ()
     head_loss = HeadLoss(problem.head, None, problem.target_head, None)
     result = head_loss(problem.hidden, problem.target_hidden, problem.labels, plan, want_grad=True)
@@ -173,7 +199,7 @@ def test_bfloat16_is_close_and_sums_in_float32():
 def test_targets_outside_the_draft_vocabulary_never_count_as_matched():
     identity = torch.eye(4, dtype=torch.float64)
     two = np.arange(2)
-    plan = plan_loss_rows(two, two, two, np.ones(2, np.float32), 8)
+    plan = plan_loss_rows(two, two, np.ones(2, np.float32), 8)
     head_loss = HeadLoss(identity[1:3], None, identity, torch.tensor([1, 2]), loss="hard-ce")
     # The target says 0 and 1, of which the drafter knows 1; it drafts 2 (row 0) and 1 (row 1).
     result = head_loss(9 * identity[[2, 1]], 9 * identity[:2], torch.tensor([3, 2]), plan, want_grad=True)
@@ -186,13 +212,11 @@ def test_targets_outside_the_draft_vocabulary_never_count_as_matched():
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 100])
 def test_a_plan_charges_each_row_once_and_no_target_twice(max_rows):
     rng = np.random.default_rng(max_rows)
-    rows, target, depth = rng.permutation(90)[:60], rng.integers(5, 40, 60), rng.integers(0, 8, 60)
+    rows, target = rng.permutation(90)[:60], rng.integers(5, 40, 60)
     weight = rng.random(60).astype(np.float32)
-    plan = plan_loss_rows(rows, target, depth, weight, max_rows)
-    found = zip(
-        plan.rows_L.tolist(), plan.targets_T[plan.rank_L].tolist(), plan.depth_L.tolist(), plan.weight_L.tolist()
-    )
-    assert sorted(found) == sorted(zip(rows.tolist(), target.tolist(), depth.tolist(), weight.tolist()))
+    plan = plan_loss_rows(rows, target, weight, max_rows)
+    found = zip(plan.rows_L.tolist(), plan.targets_T[plan.rank_L].tolist(), plan.weight_L.tolist())
+    assert sorted(found) == sorted(zip(rows.tolist(), target.tolist(), weight.tolist()))
     assert (plan.targets_T.diff() > 0).all()
     ends = [(end, end_target) for _, end, _, end_target in plan.slabs]
     assert [(first, target) for first, _, target, _ in plan.slabs] == [(0, 0), *ends[:-1]]
@@ -221,7 +245,7 @@ def test_on_gpu(loss, share, vocab, dtype):
     )
     labels = torch.randint(0, vocab, (300,), generator=g)
     weight = (rng.random(600) * (rng.random(600) < 0.8)).astype(np.float32)
-    plan = plan_loss_rows(rng.permutation(700)[:600], rng.integers(0, 300, 600), np.zeros(600, np.int64), weight, 128)
+    plan = plan_loss_rows(rng.permutation(700)[:600], rng.integers(0, 300, 600), weight, 128)
 
     def run(device, precision):
         inputs = [x.to(device, precision) for x in (hidden, head, target_hidden, target_head)]
@@ -266,4 +290,4 @@ def test_bad_settings_are_named():
     with pytest.raises(PeagleError, match="'deep'"):
         depth_weights(np.zeros(1, np.int64), kind="deep", gamma=1.0, num_depths=1)
     with pytest.raises(PeagleError, match="rows per loss chunk is 0"):
-        plan_loss_rows(*[np.zeros(1, np.int64)] * 3, np.ones(1, np.float32), 0)
+        plan_loss_rows(*[np.zeros(1, np.int64)] * 2, np.ones(1, np.float32), 0)

@@ -14,8 +14,7 @@ from peagle.models.spec import UnsupportedTarget
 from peagle.models.target import read_spec
 from peagle.training import hf_target as hf_module
 from peagle.training.features import OnlineFeatures, fill_cache
-from peagle.training.hf_spec import hf_spec, target_sizes
-from peagle.training.hf_target import HFTargetModel, check_network, load_training_target
+from peagle.training.hf_target import HFTargetModel, check_network, hf_spec, load_training_target, target_sizes
 from peagle.training.rows import RowLayout, pack_documents
 from tests.training.tiny_run import documents
 
@@ -25,7 +24,7 @@ SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 FAMILIES = {
     "gpt_neox": {},
     "phi3": {"num_key_value_heads": 2},
-    "qwen3": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": None},
     "gemma3_text": {**GROUPED, "sliding_window": 4},
     "gpt2": {},
 }
@@ -46,7 +45,7 @@ def network(family, **changes):
     return made
 
 
-def adapter(family="qwen3", **changes):
+def adapter(family="mistral", **changes):
     made = network(family, **{**FAMILIES.get(family, {}), **changes})
     return HFTargetModel(made, hf_spec(made))
 
@@ -83,7 +82,7 @@ def test_documents_side_by_side_run_as_if_alone(family, monkeypatch):
 
 def test_a_rope_that_depends_on_the_batch_runs_each_document_alone(monkeypatch):
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    model = adapter("qwen3", rope_parameters=rope)
+    model = adapter("mistral", rope_parameters=rope)
     blocks = []
     monkeypatch.setattr(
         model, "_block", lambda ids, taps: blocks.append(ids.shape) or (torch.zeros(ids.numel(), 32), None)

@@ -15,11 +15,11 @@ from peagle.training.interrupt import Interrupt
 def test_the_first_signal_only_asks(number, ending):
     before = signal.getsignal(number)
     notices = []
-    with Interrupt(lambda: notices.append("seen")) as interrupt:
+    with Interrupt(notices.append) as interrupt:
         assert not interrupt.asked
         signal.raise_signal(number)
         assert interrupt.asked
-        assert notices == ["seen"]
+        assert notices == ["finishing this step, then saving; Ctrl-C again stops at once"]
         with pytest.raises(ending) as raised:
             interrupt.leave()
     assert getattr(raised.value, "code", 143) == 143
@@ -28,7 +28,7 @@ def test_the_first_signal_only_asks(number, ending):
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_waits(first):
-    with Interrupt(lambda: None) as interrupt:
+    with Interrupt(lambda note: None) as interrupt:
         signal.raise_signal(first)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
@@ -38,7 +38,8 @@ def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_waits(first):
 
 
 def test_among_several_ranks_a_second_ctrl_c_is_torchruns_echo():
-    with Interrupt(lambda: None, patient=True) as interrupt:
+    notices = []
+    with Interrupt(notices.append, patient=True) as interrupt:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -52,7 +53,7 @@ def test_the_status_of_a_process_that_was_terminated():
         "app = typer.Typer()\n"
         "@app.command()\n"
         "def work():\n"
-        "    with Interrupt(lambda: None) as interrupt:\n"
+        "    with Interrupt(lambda note: None) as interrupt:\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
         "        interrupt.leave()\n"
         "sys.exit(run(app, ['--']))\n"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from peagle.config import TrainConfig
-from peagle.training.memory_advice import is_out_of_memory, memory_advice, out_of_memory
+from peagle.errors import is_out_of_memory
+from peagle.training.memory_advice import memory_advice, out_of_memory
 from peagle.training.rows import RowLayout
 
 LAYOUT = RowLayout(positions=8192, mask_rows=32768, num_depths=8, chunk_rows=8192)

@@ -115,6 +115,19 @@ def test_masters_keep_updates_that_bfloat16_would_lose():
     torch.testing.assert_close(parameter.detach().float(), torch.full((4,), 0.99), rtol=0, atol=0.003)
 
 
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_the_rate_may_be_a_tensor(kind):
+    """As it is on a GPU, where a captured step reads the rate of its time from it."""
+    drafters = [tiny_drafter(torch.float32) for _ in range(2)]
+    plain, tensors = (build_optimizers(drafter, 2e-3, 1e-3, kind) for drafter in drafters)
+    for optimizer in tensors:
+        optimizer.rate_tensor = torch.tensor(torch.nan)
+    train(drafters[0], plain, 3)
+    train(drafters[1], tensors, 3)
+    for (name, actual), wanted in zip(drafters[1].named_parameters(), drafters[0].parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7, msg=name)
+
+
 def test_who_goes_where():
     drafter = tiny_drafter(torch.float32)
     names = {id(p): name for name, p in drafter.named_parameters()}

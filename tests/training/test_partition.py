@@ -11,7 +11,7 @@ from peagle.drafters.p_eagle import PEagleDrafter
 from peagle.training.batches import Batch, make_batch
 from peagle.training.features import RowIndex
 from peagle.training.head_loss import HeadLoss
-from peagle.training.partition import Charge, Passes, _Prefix, prefix_once, recompute_prefix
+from peagle.training.partition import Charge, Passes, _leaf, _Prefix, prefix_once, recompute_prefix
 from peagle.training.plan import PlanRule, plan_pack
 from peagle.training.rows import RowLayout, draw_rows
 from tests.training.tiny_drafter import (
@@ -31,6 +31,7 @@ PACKINGS = {
     "one document": [(62, slice(None))],
     "several, with prompts": [(20, slice(6, 20)), (9, slice(2, 7)), (25, slice(10, 25))],
     "two turns and padding": [(30, slice(4, 12)), (15, slice(None))],
+    "answers of one token": [(20, slice(6, 7)), (30, slice(9, 10))],
 }
 
 
@@ -127,12 +128,27 @@ def test_with_sliding_windows(partition, strategy, settings):
     assert_equal(case.run(strategy, case.batch(partition, **settings)), case.oracle())
 
 
+@pytest.mark.parametrize(("partition", "strategy", "settings"), [*WAYS[:1], WAYS[3], WAYS[6]])
+def test_one_depth_has_no_mask_rows(partition, strategy, settings):
+    case = Case("several, with prompts")
+    case.layout = RowLayout(positions=POSITIONS, mask_rows=0, num_depths=1)
+    assert_equal(case.run(strategy, case.batch(partition, **settings)), case.oracle())
+
+
 @pytest.mark.parametrize(("partition", "strategy", "settings"), WAYS[::4])
 def test_with_activation_checkpoints(partition, strategy, settings):
     case = Case("two turns and padding")
     expected = case.oracle()
     case.drafter.checkpoint_activations = True
     assert_equal(case.run(strategy, case.batch(partition, **settings)), expected)
+
+
+def test_activation_checkpoints_leave_the_random_state_alone(monkeypatch):
+    """No layer is random, and reading the state of a GPU's generator is an error while a graph is captured."""
+    case = Case("one document")
+    case.drafter.checkpoint_activations = True
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("random state was read"))
+    case.run(recompute_prefix, case.batch("flat"))
 
 
 def test_a_detached_prefix_has_the_right_loss_and_wrong_gradients(monkeypatch):
@@ -150,6 +166,13 @@ def test_a_detached_prefix_has_the_right_loss_and_wrong_gradients(monkeypatch):
         assert_equal(actual, expected)
     name = "fusion.self_attn.qkv_proj.weight"
     assert (actual[1][name] - expected[1][name]).norm() > 0.05 * expected[1][name].norm()
+
+
+def test_gradients_of_many_chunks_are_summed_in_float32():
+    leaf = _leaf(torch.ones(1, dtype=torch.bfloat16))
+    for _ in range(1000):
+        leaf.to(torch.bfloat16).backward(torch.ones(1, dtype=torch.bfloat16))
+    assert leaf.grad.item() == 1000, "256 in bfloat16"
 
 
 @pytest.mark.parametrize(("partition", "strategy", "settings"), WAYS)
@@ -185,6 +208,39 @@ def test_fixed_shapes_are_those_of_the_layout():
     plans = [Case(packing).batch("flat", loss_chunk=150, fixed=True).plan for packing in PACKINGS]
     shapes = {(len(p.chunks[0].loss_rows.rows_L), p.chunks[0].loss_rows.slabs) for p in plans}
     assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("segments", [2, 7])
+def test_segments_take_positions_by_place_and_chains_by_the_place_after_their_anchor(segments):
+    batch = Case("several, with prompts").batch("algorithm1", segments=segments)
+    ends = [POSITIONS * (s + 1) // segments for s in range(segments)]
+    anchor_R, depth_R = batch.rows.anchor_R, batch.rows.depth_R
+    for chunk, first, end in zip(batch.plan.chunks, [0, *ends], ends, strict=False):
+        place_L = anchor_R[chunk.charged_L] + (depth_R[chunk.charged_L] > 0)
+        assert chunk.last == end
+        assert ((first <= place_L) & (place_L < end)).all()
+
+
+def test_one_segment_has_the_shape_of_a_flat_pass():
+    """Else a captured pass would run as many mask rows in every pack as the first one had."""
+    plans = [Case(packing).batch("algorithm1", loss_chunk=150, fixed=True).plan for packing in PACKINGS]
+    assert all(plan.fixed for plan in plans)
+    assert {(c.first, c.last, c.start, c.stop) for plan in plans for c in plan.chunks} == {(0, 60, 0, 240)}
+
+
+def test_no_shape_is_fixed_where_packs_may_have_several_chunks():
+    case = Case("two turns and padding")
+    plan = case.batch("prefix-once", chunk_rows=200, loss_chunk=150, fixed=True).plan
+    assert len(plan.chunks) == 1
+    assert not plan.fixed
+
+
+def test_targets_are_counted_once():
+    case = Case("one document")
+    ways = [{}, {"fixed": True, "loss_chunk": 150}, {"chunk_rows": 13}]
+    batches = [case.batch("prefix-once", **way) for way in ways]
+    rows = batches[0].rows
+    assert {batch.plan.targets for batch in batches} == {len(rows.target_R[rows.supervised_R].unique())}
 
 
 def test_chunks_of_mask_rows_hold_no_more_rows_than_asked_for():

@@ -289,19 +289,19 @@ def test_limit_and_several_files(llm, prompts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("settings", "message"),
     [
-        (PrepareConfig(shard_size=0), "shard_size is 0"),
-        (PrepareConfig(temperatures=()), "temperatures are"),
-        (PrepareConfig(temperatures=(0.7, 0.7)), "each only once"),
-        (PrepareConfig(temperatures=(-1.0,)), "temperature is -1.0"),
-        (PrepareConfig(max_tokens=0), "max_tokens is 0"),
-        (PrepareConfig(max_tokens=10**6), "below the model's context"),
+        ({"shard_size": 0}, "shard_size is 0"),
+        ({"temperatures": ()}, "temperatures are"),
+        ({"temperatures": (0.7, 0.7)}, "each only once"),
+        ({"temperatures": (-1.0,)}, "temperature is -1.0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 10**6}, "below the model's context"),
     ],
 )
-def test_bad_settings(prompts, tmp_path, config, message):
+def test_bad_settings(prompts, tmp_path, settings, message):
     with pytest.raises(PeagleError, match=message):
-        run(prompts, tmp_path / "out", config)
+        run(prompts, tmp_path / "out", PrepareConfig(**settings))
     assert not (tmp_path / "out").exists()
 
 

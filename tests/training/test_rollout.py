@@ -56,11 +56,11 @@ def decode(target: Target, drafter: Eagle3Drafter, prompt: list[int]) -> tuple[l
         truth = (text + [0] * K)[at : at + len(stream_UH)]
         return torch.tensor(truth)
 
-    def draft_and_spoil(side, batch, tensors, tokens_BV, accepted_B, taps_TC):
-        kept = int(accepted_B[0]) if batch.decode_B[0] else int(batch.rows_B[0]) - 1
+    def draft_and_spoil(side, batch, tensors, accepted, taps_TC):
+        kept = int(accepted.count_B[0]) if batch.decode_B[0] else int(batch.rows_B[0]) - 1
         now.anchor = int(batch.first_B[0]) + kept
         seen[now.anchor] = []
-        drafts_BK = draft(side, batch, tensors, tokens_BV, accepted_B, taps_TC)
+        drafts_BK = draft(side, batch, tensors, accepted, taps_TC)
         return torch.where(torch.from_numpy(rng.random(K) < 0.7), drafts_BK, (drafts_BK + 1) % 90)
 
     step._pick, step._draft = pick, draft_and_spoil

@@ -79,13 +79,13 @@ def test_counts_follow_the_formula_when_the_pool_allows(n, num_depths, ratio, se
 @settings(max_examples=50, deadline=None)
 @given(pack=packs(), num_depths=st.integers(1, 8))
 def test_ratio_one_keeps_all(pack, num_depths):
-    _, doc = pack
-    anchor, depth = draw(np.ones(len(doc)), doc, num_depths, 1.0)
+    supervised, doc = pack
+    anchor, depth = draw(supervised, doc, num_depths, 1.0)
     expected = {
         (a, d)
         for d in range(1, num_depths)
         for a in range(len(doc) - d)
-        if doc[a] >= 0 and doc[a] == doc[a + d]
+        if doc[a] >= 0 and doc[a] == doc[a + d] and supervised[a : a + d + 1].all()
     }  # fmt: skip
     assert set(zip(anchor.tolist(), depth.tolist())) == expected
     assert (np.diff(depth) >= 0).all(), "depth-major"
@@ -201,6 +201,7 @@ def test_chunks_hold_whole_chains():
 def test_capacity_helper():
     assert mask_rows_capacity(8192, 1.0, 8, 0.8, 0.0) == 25984, "8192 x 3.16 = 25,895, rounded up to 128"
     assert mask_rows_capacity(8192, 1.0, 1, 0.8, 0.0) == 0
+    assert mask_rows_capacity(256, 0.01, 200, 0.8, 0.0) == 256, "a whole chain of 199"
     assert mask_rows_capacity(8192, 1.0, 8, 0.7, 0.2) > mask_rows_capacity(8192, 1.0, 8, 0.7, 0.0)
 
 

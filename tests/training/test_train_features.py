@@ -12,12 +12,12 @@ from rich.console import Console
 
 from peagle.config import ExtractConfig
 from peagle.errors import PeagleError
+from peagle.training import corpus as corpus_module
 from peagle.training import extract as extract_module
-from peagle.training import extract_plan as plan_module
 from peagle.training import trainer as trainer_module
 from peagle.training.dataset import Document, data_hash
 from peagle.training.extract import extract
-from peagle.training.hf_spec import TargetSizes
+from peagle.training.hf_target import TargetSizes
 from peagle.training.trainer import train_head
 from tests.training.test_hf_target import adapter
 from tests.training.tiny_run import documents, recipe, tiny_target
@@ -34,10 +34,11 @@ def world(tmp_path, monkeypatch):
     target = tiny_target()
     target.path = tmp_path
     (tmp_path / "model.safetensors").write_text("weights")
-    monkeypatch.setattr(extract_module, "load_documents", lambda folder: (data, MANIFEST))
-    monkeypatch.setattr(extract_module, "resolve_model", lambda model: tmp_path)
+    monkeypatch.setattr(corpus_module, "load_documents", lambda folder: (data, MANIFEST))
+    for module in (corpus_module, extract_module):
+        monkeypatch.setattr(module, "resolve_model", lambda model: tmp_path)
     monkeypatch.setattr(extract_module, "load_training_target", lambda *args, **kwargs: target)
-    monkeypatch.setattr(plan_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 128))
+    monkeypatch.setattr(extract_module, "target_sizes", lambda path: TargetSizes(32, 4, 64, 128))
 
     def make(dtype="float32", device="cpu"):
         config = ExtractConfig(tap_ids=(1, 2, 3), dtype=dtype, device=device, shard_gib=40_000 / 2**30)
@@ -106,7 +107,7 @@ def test_features_of_other_taps_are_refused_before_the_first_step(world):
 
 
 def test_a_missing_store_is_found_before_the_target_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "load_documents", None)
+    monkeypatch.setattr(corpus_module, "load_documents", None)
     settings = recipe(features=str(tmp_path / "none"))
     with pytest.raises(PeagleError, match=r"has no features\.json"):
         trainer_module.train("tiny", tmp_path / "data", tmp_path / "out", settings, QUIET)

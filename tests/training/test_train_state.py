@@ -7,20 +7,23 @@ import torch
 from torch import nn
 
 from peagle.errors import PeagleError
+from peagle.files import remove_stale
 from peagle.training import train_state
 from peagle.training.distributed import SINGLE
 from peagle.training.ema import WeightAverage
 from peagle.training.monitor import Running
-from peagle.training.placement import Whole
+from peagle.training.placement import Placement
 from peagle.training.regenerate import open_data_set
-from peagle.training.shards import Manifest, remove_stale
+from peagle.training.shards import Manifest
 from peagle.training.train_state import RunState, find_checkpoint, load_checkpoint, read_state, save_checkpoint
 
 
 def save(out, step, *, keep=1, average=None, net=None):
     net = net or nn.Linear(2, 2)
     running = Running(2, torch.device("cpu"))
-    save_checkpoint(out, Whole(net, SINGLE), [], running, RunState(step=step), {"seed": 0}, average=average, keep=keep)
+    save_checkpoint(
+        out, Placement(net, SINGLE), [], running, RunState(step=step), {"seed": 0}, average=average, keep=keep
+    )
 
 
 def names(out):
@@ -36,6 +39,8 @@ def test_one_checkpoint_is_replaced(tmp_path):
         save(tmp_path, step)
     assert names(tmp_path) == ["checkpoint"]
     assert step_of(tmp_path / "checkpoint") == 20
+    modes = {path.stat().st_mode for path in (tmp_path / "checkpoint").iterdir()}
+    assert len(modes) == 1, "tensors are as readable as the state"
 
 
 def test_the_last_n_are_kept_under_their_step(tmp_path):
@@ -99,12 +104,14 @@ def test_averages_are_saved_and_restored(tmp_path):
     save(tmp_path, 1, average=average, net=net)
     other = nn.Linear(3, 3)
     restored = WeightAverage(other.named_parameters(), 0.9)
-    load_checkpoint(tmp_path / "checkpoint", Whole(other, SINGLE), [], Running(2, torch.device("cpu")), restored)
+    load_checkpoint(tmp_path / "checkpoint", Placement(other, SINGLE), [], Running(2, torch.device("cpu")), restored)
     assert torch.equal(other.weight, net.weight)
     assert all(torch.equal(value, restored.state()[name]) for name, value in average.state().items())
     save(tmp_path, 2, net=net)
     with pytest.raises(PeagleError, match=r"is damaged .* go on from an older one, or to start afresh"):
-        load_checkpoint(tmp_path / "checkpoint", Whole(other, SINGLE), [], Running(2, torch.device("cpu")), restored)
+        load_checkpoint(
+            tmp_path / "checkpoint", Placement(other, SINGLE), [], Running(2, torch.device("cpu")), restored
+        )
 
 
 def test_leftovers_of_killed_writes_go_and_nothing_else(tmp_path):
@@ -122,3 +129,15 @@ def test_preparing_data_removes_them_too(tmp_path):
     open_data_set(tmp_path, Manifest(settings={}, prompt_files=[], sources={}, num_shards=1))
     assert names(tmp_path) == [".lock", "manifest.json"]
     assert json.loads((tmp_path / "manifest.json").read_text())["num_shards"] == 1
+
+
+def test_no_memory_for_a_checkpoint_is_no_damage(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def load(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train_state, "load_file", load)
+    placement, running = Placement(nn.Linear(2, 2), SINGLE), Running(2, torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        load_checkpoint(tmp_path / "checkpoint", placement, [], running)

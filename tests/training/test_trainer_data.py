@@ -12,17 +12,12 @@ from peagle.errors import PeagleError
 from peagle.training import features as features_module
 from peagle.training.attention import causal_document_attend
 from peagle.training.batches import Batch, Place, Prefetcher, batches, generator, split_holdout
+from peagle.training.corpus import split_corpus
 from peagle.training.dataset import Document
 from peagle.training.distributed import Ranks
 from peagle.training.evaluate import count_rounds
 from peagle.training.features import OnlineFeatures, fill_batches, fill_cache, padded_causal_attend
-from peagle.training.setup import (
-    choose_mask_token,
-    plan_rule,
-    resolve_attention,
-    row_layout,
-    split_corpus,
-)
+from peagle.training.setup import choose_mask_token, plan_rule, resolve_attention, row_layout
 from tests.training.tiny_drafter import tiny_drafter
 from tests.training.tiny_run import documents, recipe, tiny_target
 
@@ -75,7 +70,7 @@ def test_fill_batches_hold_every_document_once():
 
 def test_too_large_cache_names_both_sizes_and_the_remedy(monkeypatch):
     monkeypatch.setattr(features_module, "free_bytes", lambda device: 1024)
-    with pytest.raises(PeagleError, match=r"GiB.*GiB.*--no-cache-features"):
+    with pytest.raises(PeagleError, match=r"MiB.*MiB.*--no-cache-features"):
         fill_cache(tiny_target().model, (1,), [np.arange(9, dtype=np.int32)], Console(quiet=True))
 
 
@@ -200,4 +195,12 @@ def test_count_rounds_walks_spans():
     supervised = np.array([0, 1, 1, 1, 1, 0, 1, 1], bool)
     accepted = np.array([9, 2, 9, 9, 0, 9, 1, 9])
     # Rounds at 1 (three tokens), 4 (one), then 6 (two).
-    assert count_rounds(SimpleNamespace(supervised_P=supervised), accepted) == (3, 6)
+    packed = SimpleNamespace(supervised_P=supervised, doc_P=np.zeros(8, np.int64))
+    assert count_rounds(packed, accepted) == (3, 6)
+
+
+def test_count_rounds_starts_anew_in_every_document():
+    """A round that ends a document emits one token beyond it, which is no position of the next one."""
+    packed = SimpleNamespace(supervised_P=np.ones(6, bool), doc_P=np.array([0, 0, 0, 1, 1, 1]))
+    # Rounds at 0 (two tokens) and 2 (two, the second after the end), at 3 (one) and 4 (three).
+    assert count_rounds(packed, np.array([1, 9, 1, 0, 2, 9])) == (4, 8)

@@ -1,6 +1,7 @@
 """Running a run: signals, kept checkpoints, averaged weights, warm starts, loggers, and what goes wrong with a name."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -22,8 +23,8 @@ from peagle.errors import PeagleError
 from peagle.training import trainer as trainer_module
 from peagle.training.monitor import Monitor
 from peagle.training.train_state import CheckpointNotWritten, find_checkpoint, read_state
-from peagle.training.trainer import Trainer
-from tests.training.tiny_run import MASK, SPEC, recipe, run, tiny_target
+from peagle.training.trainer import Trainer, train_head
+from tests.training.tiny_run import MASK, SPEC, documents, recipe, run, tiny_target
 
 
 def reports(out):
@@ -180,7 +181,7 @@ def test_a_disk_that_refuses_checkpoints_on_the_way_ends_no_run(tmp_path, monkey
 
 def test_a_full_disk_at_the_end_is_an_error_and_the_older_checkpoint_stays(tmp_path, monkeypatch):
     def fill(trainer):
-        monkeypatch.setattr("peagle.training.train_state.save_file", full)
+        monkeypatch.setattr("safetensors.torch.save_file", full)
 
     after_step(monkeypatch, 5, fill)
     with pytest.raises(PeagleError, match="free some space and run the same command to resume"):
@@ -301,7 +302,7 @@ def test_a_warm_start_that_does_not_fit_names_both_sides(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from peagle.training.trainer import Trainer
+from peagle.training.trainer import Trainer, train_head
 from tests.training.tiny_run import recipe, run
 
 step, original = int(sys.argv[2]), Trainer._step
@@ -332,3 +333,11 @@ def test_kill_9_at_a_random_step_costs_nothing(tmp_path):
     folders = [tmp_path / name / "checkpoint" for name in ("straight", "killed")]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert equal(*(load_file(folder / file) for folder in folders)), file
+
+
+def test_brackets_in_a_path_are_no_markup(tmp_path):
+    shown = Console(file=io.StringIO(), width=400)
+    out = tmp_path / "a[b][" / "c]"
+    train_head(tiny_target(), documents(10), "data", out, recipe(max_steps=2), shown)
+    assert f"head after 2 steps: {out / 'head'}" in shown.file.getvalue()
+    assert f"results go to {out}:" in shown.file.getvalue()

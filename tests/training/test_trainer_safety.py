@@ -14,17 +14,19 @@ from rich.console import Console
 
 from peagle.config import TrainConfig
 from peagle.errors import PeagleError
+from peagle.files import lock_output, write_atomic
+from peagle.training import corpus as corpus_module
 from peagle.training import trainer as trainer_module
 from peagle.training.batches import Place, batches
+from peagle.training.corpus import check_prepared_for, split_corpus
 from peagle.training.dataset import Document
 from peagle.training.evaluate import evaluate
 from peagle.training.features import OnlineFeatures
-from peagle.training.lock import lock_output
 from peagle.training.log_file import LogFile
 from peagle.training.monitor import Monitor
 from peagle.training.rows import RowLayout
-from peagle.training.setup import check_prepared_for, plan_rule, split_corpus
-from peagle.training.shards import Manifest, write_atomic
+from peagle.training.setup import plan_rule
+from peagle.training.shards import Manifest
 from peagle.training.train_state import find_checkpoint, prepare_output, read_state
 from peagle.training.trainer import Trainer, train
 from tests.training.tiny_run import documents, recipe, run, tiny_target
@@ -56,7 +58,6 @@ def test_failed_export_costs_nothing_but_the_export(tmp_path, monkeypatch):
 
 def test_failed_picture_does_not_fail_the_run(tmp_path, monkeypatch):
     notes = []
-    monkeypatch.setattr(trainer_module, "find_spec", lambda name: True)
     monkeypatch.setattr(trainer_module, "plot_training", fail)
     monkeypatch.setattr(Monitor, "note", lambda self, line: notes.append(line))
     assert run(tmp_path, recipe()).state.finished
@@ -70,6 +71,14 @@ def test_foreign_head_directory_is_refused_before_training(tmp_path):
         train("no-such-model", tmp_path / "no-data", tmp_path, recipe(), Console(quiet=True))
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint.old"])
+def test_a_file_where_checkpoints_go_is_refused_before_training(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(PeagleError, match=f"{name} is a file where checkpoints go: move it away"):
+        train("no-such-model", tmp_path / "no-data", tmp_path, recipe(), Console(quiet=True))
+    assert (tmp_path / name).read_text() == "mine"
+
+
 def late(name, length=20):
     """A document that is supervised from token 10 on."""
     return Document(name, np.arange(3, 3 + length, dtype=np.int32), np.arange(length) >= 10)
@@ -78,7 +87,7 @@ def late(name, length=20):
 @pytest.mark.timeout(60)
 def test_documents_that_fit_no_pack_are_refused_or_left_out(tmp_path):
     with pytest.raises(PeagleError, match=f"no document fits {TOO_NARROW} .* raise it"):
-        run(tmp_path, recipe(batch_positions=2))
+        run(tmp_path, recipe(batch_positions=2, num_depths=2))
     mixed = [*documents(10), late("late")]
     assert len(split_corpus(mixed, recipe(batch_positions=9, holdout=0)).documents) == 10
     assert len(split_corpus(mixed, recipe(batch_positions=10, holdout=0)).documents) == 11
@@ -102,18 +111,18 @@ def test_data_of_another_target_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("config")
     settings = {"model": "one", "target_config_sha256": sha256("config"), "tokenizer_sha256": None}
     data = Path("data")
-    check_prepared_for("two", tmp_path, data, {"settings": settings})
+    check_prepared_for("two", tmp_path, data, settings)
     check_prepared_for("two", tmp_path, data, {})
     for key, file in (("target_config_sha256", "config.json"), ("tokenizer_sha256", "tokenizer.json")):
-        other = {"settings": {**settings, key: sha256("other")}}
+        other = {**settings, key: sha256("other")}
         with pytest.raises(PeagleError, match=f"data was prepared with one, whose {file} .* two: train .* prepare"):
             check_prepared_for("two", tmp_path, data, other)
 
 
 def test_train_checks_the_target_and_notes_unfinished_data(tmp_path, monkeypatch):
     manifest = json.loads(Manifest(settings={}, prompt_files=[], sources={}, num_shards=2).to_json())
-    monkeypatch.setattr(trainer_module, "load_documents", lambda data: (documents(10), manifest))
-    monkeypatch.setattr(trainer_module, "resolve_model", lambda model: tmp_path)
+    monkeypatch.setattr(corpus_module, "load_documents", lambda data: (documents(10), manifest))
+    monkeypatch.setattr(corpus_module, "resolve_model", lambda model: tmp_path)
     monkeypatch.setattr(trainer_module, "load_training_target", fail)
     console = Console(record=True, quiet=False, width=200)
     with pytest.raises(PeagleError, match="disk full"):
@@ -126,7 +135,7 @@ def test_train_checks_the_target_and_notes_unfinished_data(tmp_path, monkeypatch
 
 def test_one_run_per_output_directory(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from peagle.training.lock import lock_output; "
+        "import sys; from pathlib import Path; from peagle.files import lock_output; "
         "lock_output(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path)]
@@ -141,7 +150,7 @@ def test_one_run_per_output_directory(tmp_path):
 
 def test_temporary_files_are_unique_and_stale_checkpoints_go(tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr("peagle.training.shards.os.replace", lambda source, target: names.append(source))
+    monkeypatch.setattr("peagle.files.os.replace", lambda source, target: names.append(source))
     write_atomic(tmp_path / "a", b"1")
     write_atomic(tmp_path / "a", b"2")
     assert len(set(names)) == 2

@@ -15,7 +15,7 @@ from peagle.models.layers import RopeSpec
 from peagle.models.weights import random_weights
 from peagle.sampling import SamplingParams
 from peagle.training.rows import Rows
-from peagle.training.ttt import ttt_hidden, ttt_rows
+from peagle.training.ttt import ttt_hidden
 from tests.engine.tiny import random_prompts, tiny_parts
 from tests.helpers import causal_attend
 
@@ -136,20 +136,6 @@ def test_flex_is_refused():
     doc, ids, taps = pack(drafter)
     with pytest.raises(PeagleError, match="flex"):
         ttt_hidden(drafter, ids, taps, rows_of(doc), K, "flex")
-
-
-def test_charged_rows_by_the_rule():
-    rng = np.random.default_rng(0)
-    for size, depths in ((1, 3), (2, 5), (40, 4), (40, 1)):
-        supervised, doc = rng.random(size) < 0.7, np.sort(rng.integers(-1, 4, size))[::-1].copy()
-        anchor, depth = ttt_rows(supervised, doc, depths)
-        expected = [
-            (a, d)
-            for d in range(depths)
-            for a in range(size - d)
-            if doc[a] >= 0 and all(supervised[a : a + d + 1]) and len(set(doc[a : a + d + 1])) == 1
-        ]
-        assert list(zip(anchor.tolist(), depth.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize(("max_tokens", "window"), [(1, None), (6, None), (6, K + 1)])

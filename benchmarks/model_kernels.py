@@ -1,0 +1,259 @@
+"""What the operations between the matmuls cost at decode sizes: Triton, torch, and the time their bytes take.
+
+Norms, rotation, gate and paged attention of one layer, for B requests of 1 + K or 2 K rows each. Each form is captured
+in a CUDA graph of many calls and replayed, so launches from the host do not count. The floor is what must be read and
+written once, at the memory bandwidth given with --bandwidth. Successive calls of attention take turns at up to eight
+caches, so that small ones do not stay in L2; the other operations' inputs do, as in a step. Hardware: one GPU; about a
+minute on an H200.
+
+    python -m benchmarks.model_kernels --out benchmarks/results/model-kernels-h200.json
+    python -m benchmarks.model_kernels --device cpu --out FILE      # does the script run: torch forms, tiny sizes
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.common import RESULTS, command
+from peagle.bench.report import write_result
+from peagle.errors import PeagleError
+from peagle.kernels.paged_attention import paged_attention
+from peagle.kernels.paged_decode import plan_decode
+from peagle.kernels.rms_norm import add_rms_norm, rms_norm
+from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
+from peagle.kernels.swiglu import silu_mul
+from peagle.models.layers import RopeSpec, rope_inverse_frequencies
+
+_BLOCK_SIZE = 16
+_CALLS = 50  # of one graph
+_MAX_TWIN_BYTES = 8 << 30  # of the keys and values that torch gathers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's sizes. `normed`: each query and key head has a norm."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    normed: bool
+
+
+SHAPES = {
+    "tiny": Shape("tiny", 64, 96, 4, 2, 16, True),
+    "smollm2": Shape("SmolLM2-135M", 576, 1536, 9, 3, 64, False),
+    "qwen2.5-1.5b": Shape("Qwen2.5-Coder-1.5B", 1536, 8960, 12, 2, 128, False),
+    "qwen3-8b": Shape("Qwen3-8B", 4096, 12288, 32, 8, 128, True),
+    "gpt-oss": Shape("gpt-oss-20b", 2880, 2880, 64, 8, 64, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRow:
+    """One operation in one form. `floor_ms` is bytes over bandwidth; `keys` and `splits` are of attention only."""
+
+    shape: str
+    operation: str
+    backend: str
+    requests: int
+    rows: int  # of one request
+    keys: int
+    splits: int
+    ms: float
+    megabytes: float
+    floor_ms: float
+    times_floor: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operation ready to run. `call` takes the number of the copy of its inputs to use."""
+
+    operation: str
+    call: Callable[[int], object]
+    copies: int
+    bytes_moved: int
+    keys: int = 0
+    splits: int = 0
+
+
+def main() -> None:
+    args = _arguments()
+    rows = [
+        row
+        for name in args.shapes
+        for requests in args.requests
+        for row_count in args.rows
+        for backend in args.backends
+        for row in _measure_layer(args, SHAPES[name], requests, row_count, backend)
+    ]
+    settings = {
+        "command": command(),
+        "dtype": args.dtype,
+        "bandwidth_gb_per_s": args.bandwidth,
+        "block_size": _BLOCK_SIZE,
+        "calls_per_graph": _CALLS,
+    }
+    write_result(args.out, args.out.stem, settings, {"rows": rows})
+    print(f"wrote {args.out}")
+
+
+def _measure_layer(
+    args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str
+) -> Iterator[KernelRow]:
+    with torch.inference_mode():
+        for work in _works(args, shape, requests, rows, backend):
+            ms = _milliseconds(args, work)
+            floor_ms = work.bytes_moved / args.bandwidth / 1e6
+            yield KernelRow(
+                shape=shape.name,
+                operation=work.operation,
+                backend=backend,
+                requests=requests,
+                rows=rows,
+                keys=work.keys,
+                splits=work.splits,
+                ms=round(ms, 5),
+                megabytes=round(work.bytes_moved / 1e6, 4),
+                floor_ms=round(floor_ms, 5),
+                times_floor=round(ms / floor_ms, 2),
+            )
+            keys = f" keys={work.keys:,} splits={work.splits}" if work.keys else ""
+            print(
+                f"{shape.name} B={requests} R={rows}{keys} {work.operation} {backend}: {ms * 1e3:.2f} us, "
+                f"floor {floor_ms * 1e3:.2f} us",
+                flush=True,
+            )
+
+
+def _works(args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str) -> Iterator[Work]:
+    yield from _small_works(args, shape, requests * rows, backend)
+    for keys in args.keys:
+        gathered = 4 * requests * keys * shape.kv_heads * shape.head_dim
+        if backend == "triton" or gathered <= _MAX_TWIN_BYTES:
+            yield _attention(args, shape, requests, rows, keys, backend)
+
+
+def _small_works(args: argparse.Namespace, shape: Shape, total: int, backend: str) -> Iterator[Work]:
+    """Norms, rotation and gate of `total` rows. Rotating in place again and again keeps the numbers finite."""
+    device, dtype = args.device, getattr(torch, args.dtype)
+    size = dtype.itemsize
+    x, residual = torch.randn(2, total, shape.hidden, device=device, dtype=dtype)
+    weight = torch.ones(shape.hidden, device=device, dtype=dtype)
+    narrow = total * shape.hidden * size
+    yield Work("rms_norm", lambda _: rms_norm(x, weight, 1e-6, backend=backend), 1, 2 * narrow)
+    yield Work("add_rms_norm", lambda _: add_rms_norm(x, residual, weight, 1e-6, backend=backend), 1, 4 * narrow)
+    gate_up = torch.randn(total, 2 * shape.intermediate, device=device, dtype=dtype)
+    yield Work("silu_mul", lambda _: silu_mul(gate_up, backend=backend), 1, 3 * total * shape.intermediate * size)
+    positions = torch.arange(total, device=device)
+    inv_freq = rope_inverse_frequencies(RopeSpec(theta=1e6, head_dim=shape.head_dim)).to(device)
+    tables = 2 * total * shape.head_dim * size
+    yield Work("rope_tables", lambda _: rope_tables(positions, inv_freq, dtype, backend=backend), 1, tables)
+    cos, sin = rope_tables(positions, inv_freq, dtype, backend="torch")
+    qkv = torch.randn(total, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, device=device, dtype=dtype)
+    ones = torch.ones(shape.head_dim, device=device, dtype=dtype)
+    norms = HeadNorms(ones, ones, 1e-6) if shape.normed else None
+    rotated = 2 * total * (shape.heads + shape.kv_heads) * shape.head_dim * size
+    yield Work(
+        "rope_qkv",
+        lambda _: rope_qkv(qkv, cos, sin, shape.heads, shape.kv_heads, norms, backend=backend),
+        1,
+        rotated + tables,
+    )
+
+
+def _attention(
+    args: argparse.Namespace, shape: Shape, requests: int, rows: int, keys: int, backend: str
+) -> Work:  # fmt: skip
+    """Rows at the end of `keys` keys each; caches as many as the L2 cache does not hold, up to eight."""
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    blocks = -(-keys // _BLOCK_SIZE)
+    slots = requests * blocks * _BLOCK_SIZE + 1
+    read = 2 * requests * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
+    copies = max(1, min(8, (200 << 20) // read)) if device.type == "cuda" else 1
+    caches = torch.randn(copies, 2, shape.kv_heads, slots, shape.head_dim, device=device, dtype=dtype)
+    tables = torch.randperm(requests * blocks, device=device, dtype=torch.int32).view(requests, blocks)
+    width = -(-args.max_model_len // _BLOCK_SIZE)
+    tables = torch.nn.functional.pad(tables, (0, max(width - blocks, 0) if backend == "triton" else 0))
+    limit = torch.arange(keys - rows, keys, device=device).clamp(min=0).repeat(requests)
+    q = torch.randn(requests * rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
+    plan = plan_decode(
+        rows, tables, _BLOCK_SIZE, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        backend=backend, splits=args.splits,
+    )  # fmt: skip
+
+    def call(copy: int) -> Tensor:
+        return paged_attention(q[:, : shape.heads], caches[copy, 0], caches[copy, 1], limit, plan)
+
+    moved = read + 2 * requests * rows * shape.heads * shape.head_dim * dtype.itemsize
+    return Work("attention", call, copies, moved, keys, plan.splits)
+
+
+def _milliseconds(args: argparse.Namespace, work: Work) -> float:
+    """Median over replays of the mean time of a call."""
+    if args.device == "cpu":
+        return 1e3 * min(_seconds(lambda: work.call(0)) for _ in range(3))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for copy in range(work.copies):  # compiles, and fills the allocator
+            work.call(copy)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(_CALLS):
+            work.call(i % work.copies)
+    graph.replay()
+    times = []
+    for _ in range(args.repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / _CALLS)
+    return float(np.median(times))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / "model-kernels-h200.json")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--requests", nargs="+", type=int)
+    parser.add_argument("--rows", nargs="+", type=int, help="rows of one request: 1, 1 + K, 2 K")
+    parser.add_argument("--keys", nargs="+", type=int)
+    parser.add_argument("--backends", nargs="+", choices=["triton", "torch"])
+    parser.add_argument("--splits", type=int, help="programs that share a tile's keys; default: as the engine chooses")
+    parser.add_argument("--max-model-len", type=int, default=8192, help="width of the block tables")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--bandwidth", type=float, default=4800.0, help="of the GPU's memory, GB/s")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    cpu = args.device == "cpu"
+    if not cpu and not torch.cuda.is_available():
+        raise PeagleError("no CUDA device: run on a GPU, or try the script itself with --device cpu")
+    args.shapes = args.shapes or (["tiny"] if cpu else [name for name in SHAPES if name != "tiny"])
+    args.requests = args.requests or ([2] if cpu else [1, 8, 64])
+    args.rows = args.rows or ([3] if cpu else [1, 8, 14])
+    args.keys = args.keys or ([40] if cpu else [512, 4096])
+    args.backends = args.backends or (["torch"] if cpu else ["triton", "torch"])
+    return args
+
+
+if __name__ == "__main__":
+    main()

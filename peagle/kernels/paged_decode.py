@@ -1,0 +1,164 @@
+"""Attention of a few new rows per request over a paged KV cache, for a step that a CUDA graph replays.
+
+The plan is made once for B requests of R rows each. Block tables and limits are read from device tensors, so one
+captured launch serves every step while they change; nothing about it depends on how long the requests are.
+
+Few requests do not fill a GPU, so their keys are split over programs (flash-decoding). For a result that depends on
+nothing but the row itself, the split has no say in the arithmetic:
+
+* Keys are cut into chunks at fixed positions: of 256 keys up to position 4096, then eight to each doubling.
+* A chunk is attended to from a fresh start, whoever does it, and chunks are folded together in order of position.
+* A chunk of which a row sees nothing changes no bit of that row.
+
+So how many programs share the chunks may follow from the batch and the table's width alone, and a row comes out the
+same whatever its neighbours, in its own request or others. (Only the number of rows of a request may change a bit: it
+sets the tile, and with it the instruction that multiplies.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.backend import use_triton
+
+FINE_KEYS = 256  # of the first chunks
+_DOUBLING_CHUNKS = 8
+_PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
+# Rows times query heads of one kv head in a tile: tl.dot takes no fewer than the first.
+_MIN_TILE, _MAX_TILE = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """Where programs that share a tile leave their chunks. `arrivals` counts those done; zero between launches."""
+
+    out_WMCTD: Tensor  # float32
+    stats_WMC2T: Tensor  # float32: maximum and sum of each row's weights
+    arrivals_WM: Tensor  # int32
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """B requests of `rows` rows each, flat in request order; shared by all layers.
+
+    `tables_BN` holds block ids, any integer type, and is read when the kernel runs. A row whose limit is -1 sees
+    nothing and gets zeros: so do rows and requests that only pad the batch.
+    """
+
+    rows: int
+    tables_BN: Tensor
+    block_size: int
+    triton: bool
+    tile_rows: int
+    tile_size: int  # tile_rows times query heads of one kv head or more, a power of two
+    chunks: int  # that a table's width holds
+    splits: int  # programs that share a tile's chunks
+    scratch: SplitScratch | None  # None where nothing is shared
+
+
+def plan_decode(
+    rows: int,
+    tables_BN: Tensor,
+    block_size: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    backend: str = "auto",
+    splits: int | None = None,
+) -> DecodePlan:
+    """Plan passes of `rows` rows for each of the B requests whose block tables are, and stay, in `tables_BN`.
+
+    `backend` "auto" is Triton on CUDA; a head dim that does not tile (other than 16 to 256, powers of two) goes to
+    torch. `splits` None chooses by batch and table width.
+    """
+    device, batch = tables_BN.device, tables_BN.shape[0]
+    group, chunks = heads // kv_heads, num_chunks(tables_BN.shape[1] * block_size)
+    triton = use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256)
+    most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
+    tile_size = max(_MIN_TILE, min(_power_of_two(rows * group), max(most, _power_of_two(group))))
+    tile_rows = min(tile_size // group, rows)
+    tiles = batch * -(-rows // tile_rows)
+    if splits is None:
+        splits = -(-_PROGRAMS // (tiles * kv_heads))
+    splits = min(splits, chunks)
+    scratch = None
+    if triton and splits > 1:
+        shape = (tiles, kv_heads, chunks, tile_size, head_dim)
+        scratch = SplitScratch(
+            torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty((*shape[:3], 2, tile_size), dtype=torch.float32, device=device),
+            torch.zeros(shape[:2], dtype=torch.int32, device=device),
+        )
+    return DecodePlan(rows, tables_BN, block_size, triton, tile_rows, tile_size, chunks, splits, scratch)
+
+
+def chunk_start(chunk: int) -> int:
+    """The first key position of a chunk."""
+    doublings = max(chunk // _DOUBLING_CHUNKS - 1, 0)
+    return (chunk - _DOUBLING_CHUNKS * doublings) * FINE_KEYS << doublings
+
+
+def num_chunks(keys: int) -> int:
+    """Chunks that hold positions 0 .. keys - 1."""
+    chunk = 1
+    while chunk_start(chunk) < keys:
+        chunk += 1
+    return chunk
+
+
+def paged_decode(
+    q_RND: Tensor,
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    limit_R: Tensor,
+    plan: DecodePlan,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` for a `DecodePlan`: row r sees keys 0 .. limit[r], or the last `window` of them, [R, N, D]."""
+    if not plan.triton:
+        return paged_decode_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
+    # Imported late: triton is not installed everywhere.
+    from peagle.kernels.paged_decode_triton import paged_decode_triton
+
+    return paged_decode_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
+
+
+def paged_decode_ref(
+    q_RND: Tensor,
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    limit_R: Tensor,
+    plan: DecodePlan,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """The torch form of `paged_decode`, over the whole width of the tables; softmax in float32 or wider."""
+    (_, heads, head_dim), kv_heads = q_RND.shape, key_cache_MSD.shape[0]
+    slots_BS = plan.tables_BN[:, :, None] * plan.block_size + torch.arange(plan.block_size, device=q_RND.device)
+    slots_BS = slots_BS.flatten(1)
+    batch, keys = slots_BS.shape
+    limit_BR1, position_S = limit_R.view(batch, plan.rows, 1), torch.arange(keys, device=q_RND.device)
+    visible_BRS = position_S <= limit_BR1
+    if window is not None:
+        visible_BRS &= position_S > limit_BR1 - window
+    # Slots that nobody sees may hold anything, NaN included.
+    unseen_BS1 = ~visible_BRS.any(dim=1)[:, :, None]
+    k_MBSD = key_cache_MSD[:, slots_BS].masked_fill(unseen_BS1, 0.0)
+    v_MBSD = value_cache_MSD[:, slots_BS].masked_fill(unseen_BS1, 0.0)
+    q_MBGRD = q_RND.view(batch, plan.rows, kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4)
+    scores = q_MBGRD @ k_MBSD[:, :, None].transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * head_dim**-0.5
+    scores = scores.masked_fill(~visible_BRS[:, None], -torch.inf)
+    if sinks_N is not None:
+        sinks = sinks_N.to(scores.dtype).view(kv_heads, 1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    probs = scores.softmax(dim=-1)[..., :keys].masked_fill((limit_BR1 < 0)[:, None], 0.0)
+    out_MBGRD = probs.to(v_MBSD.dtype) @ v_MBSD[:, :, None]
+    return out_MBGRD.permute(1, 3, 0, 2, 4).reshape(batch * plan.rows, heads, head_dim)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,229 @@
+"""Triton form of paged decoding attention: one launch, whatever the number of programs that share a tile's keys.
+
+A program per (tile of a request's rows, kv head, split) takes every `SPLITS`-th chunk of keys. Alone, it folds them as
+it goes; else all leave their chunks in memory, and the one that finishes last folds them. See `paged_decode.py` for why
+both give the same bits. The query heads that share a kv head are rows of the same tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.paged_decode import FINE_KEYS, DecodePlan
+
+_FINE = tl.constexpr(FINE_KEYS)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-1e30)  # a running maximum that is finite, so that -inf - maximum is never NaN
+
+
+@triton.jit
+def _chunk_start(chunk: tl.tensor) -> tl.tensor:
+    doublings = tl.maximum(chunk // 8 - 1, 0)
+    return (chunk - 8 * doublings) * _FINE << doublings
+
+
+@triton.jit
+def _fold(out_TD: tl.tensor, top_T: tl.tensor, total_T: tl.tensor, chunk_TD: tl.tensor, chunk_top_T: tl.tensor,
+          chunk_total_T: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add a later chunk to what came before it. One of which a row saw nothing (top lowest, sums 0) changes nothing."""
+    new_top_T = tl.maximum(top_T, chunk_top_T)
+    old_T, new_T = tl.exp2(top_T - new_top_T), tl.exp2(chunk_top_T - new_top_T)
+    return out_TD * old_T[:, None] + chunk_TD * new_T[:, None], new_top_T, total_T * old_T + chunk_total_T * new_T
+
+
+@triton.jit
+def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, first: tl.tensor,
+                  stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, scale_log2: tl.tensor,
+                  BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+                  WINDOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Online softmax over keys first .. stop - 1 of one request; none before `lowest_key` is read."""
+    s, d = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
+    top_T = tl.full([TILE], _LOWEST, tl.float32)
+    total_T = tl.zeros([TILE], tl.float32)
+    out_TD = tl.zeros([TILE, HEAD_DIM], tl.float32)
+    for start in range(first, stop, KEYS):
+        position_S = start + s
+        # Slots that nobody sees may hold NaN, which a zero weight would not remove: they are not read.
+        read_S = position_S < stop
+        if WINDOW > 0:
+            read_S = read_S & (position_S >= lowest_key)
+        block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S, other=0).to(tl.int64)
+        at_SD = (block_S * BLOCK_SIZE + position_S % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None]
+        k_SD = tl.load(keys_SD + at_SD, mask=read_S[:, None], other=0.0)
+        v_SD = tl.load(values_SD + at_SD, mask=read_S[:, None], other=0.0)
+        scores_TS = tl.dot(q_TD, tl.trans(k_SD), input_precision="ieee") * scale_log2
+        visible_TS = position_S[None] <= limit_T[:, None]
+        if WINDOW > 0:
+            visible_TS = visible_TS & (position_S[None] > limit_T[:, None] - WINDOW)
+        scores_TS = tl.where(visible_TS, scores_TS, -float("inf"))
+        new_top_T = tl.maximum(top_T, tl.max(scores_TS, axis=1))
+        weights_TS = tl.exp2(scores_TS - new_top_T[:, None])
+        shrink_T = tl.exp2(top_T - new_top_T)
+        total_T = total_T * shrink_T + tl.sum(weights_TS, axis=1)
+        out_TD = tl.dot(weights_TS.to(v_SD.dtype), v_SD, out_TD * shrink_T[:, None], input_precision="ieee")
+        top_T = new_top_T
+    return out_TD, top_T, total_T
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _decode_tile(
+    out_RND: tl.tensor,
+    q_RND: tl.tensor,
+    keys_MSD: tl.tensor,
+    values_MSD: tl.tensor,
+    limit_R: tl.tensor,
+    sinks_N: tl.tensor,
+    tables_BN: tl.tensor,
+    scratch_out: tl.tensor,
+    scratch_stats: tl.tensor,
+    arrivals: tl.tensor,
+    table_width: tl.int32,
+    q_row_stride: tl.int64,
+    q_head_stride: tl.int64,
+    cache_head_stride: tl.int64,
+    scale_log2: tl.float32,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # a table's width holds, rounded up to a power of two
+    CHUNKS_KEPT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+) -> None:
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles_of_request: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
+    request, first_row = tile // tiles_of_request, tile % tiles_of_request * TILE_ROWS
+    t, d, c = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, CHUNKS)
+    live_T = (t < TILE_ROWS * GROUP) & (first_row + t // GROUP < ROWS)
+    row_T, head_T = (request * ROWS + first_row + t // GROUP).to(tl.int64), kv_head * GROUP + t % GROUP
+    limit_T = tl.load(limit_R + row_T, mask=live_T, other=-1).to(tl.int32)
+
+    last_key = tl.max(limit_T, axis=0)
+    end = tl.sum((_chunk_start(c) <= last_key).to(tl.int32), axis=0)
+    lowest_key, first = 0, 0
+    if WINDOW > 0:
+        lowest_key = tl.maximum(tl.min(tl.where(limit_T >= 0, limit_T, last_key), axis=0) - (WINDOW - 1), 0)
+        first = tl.sum((_chunk_start(c + 1) <= lowest_key).to(tl.int32), axis=0)
+    count = end - first
+    sharing = tl.minimum(count, SPLITS)
+    if split >= tl.maximum(sharing, 1):
+        return
+
+    q_at_TD = (row_T * q_row_stride + head_T * q_head_stride)[:, None] + d[None]
+    q_TD = tl.load(q_RND + q_at_TD, mask=live_T[:, None], other=0.0)
+    table = tables_BN + request.to(tl.int64) * table_width
+    head_offset = kv_head.to(tl.int64) * cache_head_stride
+    place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS_KEPT
+    kept_TD, kept_T = scratch_out + t[:, None] * HEAD_DIM + d[None], scratch_stats + t
+    out_TD = tl.zeros([TILE, HEAD_DIM], tl.float32)
+    top_T = tl.full([TILE], _LOWEST, tl.float32)
+    total_T = tl.zeros([TILE], tl.float32)
+    for chunk in range(first + split, end, SPLITS):
+        start = _chunk_start(chunk)
+        if WINDOW > 0:  # whole turns of the loop before the window are left out
+            start += tl.maximum(lowest_key - start, 0) // KEYS * KEYS
+        stop = tl.minimum(_chunk_start(chunk + 1), last_key + 1)
+        chunk_TD, chunk_top_T, chunk_total_T = _attend_chunk(
+            q_TD, keys_MSD + head_offset, values_MSD + head_offset, table, start, stop, lowest_key, limit_T,
+            scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW,
+        )  # fmt: skip
+        if SPLITS == 1:
+            out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+        else:
+            if count > 1:
+                tl.store(kept_TD + (place + chunk) * TILE * HEAD_DIM, chunk_TD)
+                tl.store(kept_T + (place + chunk) * 2 * TILE, chunk_top_T)
+                tl.store(kept_T + (place + chunk) * 2 * TILE + TILE, chunk_total_T)
+            out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
+
+    if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
+        if count > 1:
+            arrival = arrivals + tile * tl.num_programs(1) + kv_head
+            tl.debug_barrier()  # what all threads stored is released by the one that counts
+            if tl.atomic_add(arrival, 1, sem="acq_rel") < sharing - 1:
+                live_T = t < 0  # the last to arrive writes the output
+            else:
+                tl.store(arrival, 0)
+                out_TD, top_T, total_T = out_TD * 0.0, top_T * 0.0 + _LOWEST, total_T * 0.0
+                for chunk in range(first, end):
+                    chunk_TD = tl.load(kept_TD + (place + chunk) * TILE * HEAD_DIM)
+                    chunk_top_T = tl.load(kept_T + (place + chunk) * 2 * TILE)
+                    chunk_total_T = tl.load(kept_T + (place + chunk) * 2 * TILE + TILE)
+                    out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+
+    if SINKS:
+        sink_T = tl.load(sinks_N + head_T).to(tl.float32) * _LOG2_E
+        out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, out_TD * 0.0, sink_T, total_T * 0.0 + 1.0)
+    total_T = tl.where(total_T > 0.0, total_T, 1.0)  # rows that see nothing
+    heads = tl.num_programs(1) * GROUP
+    at_TD = ((row_T * heads + head_T) * HEAD_DIM)[:, None] + d[None]
+    tl.store(out_RND + at_TD, (out_TD / total_T[:, None]).to(out_RND.dtype.element_ty), mask=live_T[:, None])
+
+
+def paged_decode_triton(
+    q_RND: Tensor,
+    key_cache_MSD: Tensor,
+    value_cache_MSD: Tensor,
+    limit_R: Tensor,
+    plan: DecodePlan,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """The Triton form of `paged_decode`. Each kv head of the caches is contiguous; softmax in float32.
+
+    Keys that lie before the windows of all rows of a tile are not read. float32 inputs are multiplied in float32.
+    """
+    (rows, heads, head_dim), kv_heads = q_RND.shape, key_cache_MSD.shape[0]
+    q_RND = q_RND if q_RND.stride(2) == 1 else q_RND.contiguous()
+    out_RND = torch.empty((rows, heads, head_dim), dtype=q_RND.dtype, device=q_RND.device)
+    scratch = plan.scratch
+    tiles = plan.tables_BN.shape[0] * -(-plan.rows // plan.tile_rows)
+    keys, warps, stages = _launch_sizes(plan.tile_size, head_dim, q_RND.dtype)
+    with torch.cuda.device_of(q_RND):
+        _decode_tile[(tiles, kv_heads, plan.splits)](
+            out_RND,
+            q_RND,
+            key_cache_MSD,
+            value_cache_MSD,
+            limit_R,
+            limit_R if sinks_N is None else sinks_N,  # not read without sinks
+            plan.tables_BN,
+            *((scratch.out_WMCTD, scratch.stats_WMC2T, scratch.arrivals_WM) if scratch else (out_RND,) * 3),
+            plan.tables_BN.shape[1],
+            q_RND.stride(0),
+            q_RND.stride(1),
+            key_cache_MSD.stride(0),
+            head_dim**-0.5 * _LOG2_E.value,
+            ROWS=plan.rows,
+            TILE_ROWS=plan.tile_rows,
+            GROUP=heads // kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=plan.block_size,
+            TILE=plan.tile_size,
+            KEYS=keys,
+            CHUNKS=triton.next_power_of_2(plan.chunks),
+            CHUNKS_KEPT=plan.chunks,
+            SPLITS=plan.splits,
+            WINDOW=window or 0,
+            SINKS=sinks_N is not None,
+            num_warps=warps,
+            num_stages=stages,
+            enable_fp_fusion=False,  # folding in registers and folding from memory must round alike
+        )
+    return out_RND
+
+
+def _launch_sizes(tile_size: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Keys per turn of the loop, which divide a chunk; warps; pipeline stages."""
+    if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
+        return (32 if head_dim <= 64 else 16), (4 if tile_size <= 16 else 8), 2
+    # The loads of keys wait for those of block ids: seven stages are three tiles of keys and values in flight.
+    if head_dim == 256:
+        return 16, 4, 7
+    return (64 if head_dim <= 64 else 32), 4, 7

@@ -1,0 +1,80 @@
+"""Triton form of RMSNorm: one program per row, which is read once.
+
+It rounds where the torch form rounds: the sum of a residual before its norm, the normed row before the weight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _norm_row(
+    out_RH: tl.tensor,
+    sum_RH: tl.tensor,
+    x_RH: tl.tensor,
+    residual_RH: tl.tensor,
+    weight_H: tl.tensor,
+    x_row_stride: tl.int64,
+    residual_row_stride: tl.int64,
+    eps: tl.float32,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    dtype = out_RH.dtype.element_ty
+    weight = tl.load(weight_H + h, mask=h < SIZE, other=0.0).to(tl.float32)
+    x = tl.load(x_RH + row * x_row_stride + h, mask=h < SIZE, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_RH + row * residual_row_stride + h, mask=h < SIZE, other=0.0).to(tl.float32)
+        total = (residual + x).to(dtype)
+        tl.store(sum_RH + row * SIZE + h, total, mask=h < SIZE)
+        x = total.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    tl.store(out_RH + row * SIZE + h, (weight * normed.to(dtype).to(tl.float32)).to(dtype), mask=h < SIZE)
+
+
+def rms_norm_triton(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """The Triton form of `rms_norm`. Rows may be strided; the output is dense."""
+    rows_RH, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(out, out, rows_RH, rows_RH, weight_H, eps, add=False)
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The Triton form of `add_rms_norm`; both outputs are dense."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch(out, total, _rows(x), _rows(residual), weight_H, eps, add=True)
+    return total, out
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows_RH = x.reshape(-1, x.shape[-1])
+    return rows_RH if rows_RH.stride(1) == 1 else rows_RH.contiguous()
+
+
+def _launch(
+    out: Tensor, total: Tensor, x_RH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float, *, add: bool
+) -> None:
+    rows, size = x_RH.shape
+    if rows == 0:
+        return
+    block = triton.next_power_of_2(size)
+    with torch.cuda.device_of(x_RH):
+        _norm_row[(rows,)](
+            out,
+            total,
+            x_RH,
+            residual_RH,
+            weight_H,
+            x_RH.stride(0),
+            residual_RH.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            ADD=add,
+            num_warps=min(max(block // 512, 1), 8),
+            enable_fp_fusion=False,  # torch rounds each product before the sum
+        )

@@ -1,0 +1,25 @@
+"""The gate of a SwiGLU feed-forward layer, on the merged projection's output."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.kernels.backend import use_triton_for_inference
+
+
+def silu_mul(gate_up: Tensor, *, backend: str = "auto") -> Tensor:
+    """silu(gate) * up, [..., F], of gate and up side by side in [..., 2 F].
+
+    `backend` "auto" is Triton on CUDA where no gradient is recorded: the Triton form has none.
+    """
+    if use_triton_for_inference(backend, gate_up.device):
+        # Imported late: triton is not installed everywhere.
+        from peagle.kernels.swiglu_triton import silu_mul_triton
+
+        return silu_mul_triton(gate_up)
+    return silu_mul_ref(gate_up)
+
+
+def silu_mul_ref(gate_up: Tensor) -> Tensor:
+    """The torch form of `silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

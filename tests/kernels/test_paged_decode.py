@@ -1,0 +1,237 @@
+"""Decoding attention with a fixed plan, both forms, against a loop over rows; what nobody sees holds NaN."""
+
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.kernels.paged_attention import paged_attention, plan_rectangles
+from peagle.kernels.paged_decode import DecodePlan, chunk_start, num_chunks, plan_decode
+from tests.kernels.interpreter import INTERPRETED, run_interpreted
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+
+BLOCK = 16
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative, 2-norm of the whole output
+
+
+class Case:
+    """B requests of R rows over tables of `width` blocks; `lengths` are keys, 0 for a request that only pads.
+
+    The last `dead` rows of a request see what the row before them sees. Slots that no row sees hold NaN; so do block
+    ids of the tables past a request's last one (as numbers far outside the cache).
+    """
+
+    def __init__(
+        self, rows: int, lengths: list[int], heads: int, kv_heads: int, dim: int,
+        *, window: int | None = None, sinks: bool = False, dead: int = 0, width: int | None = None,
+        dtype: torch.dtype = torch.float32, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        generator, rng = torch.Generator().manual_seed(len(lengths) + rows), np.random.default_rng(0)
+        needed = [-(-length // BLOCK) for length in lengths]
+        free = rng.permutation(sum(needed) + 2).tolist()
+        self.rows, self.heads, self.kv_heads, self.dim, self.window = rows, heads, kv_heads, dim, window
+        tables = torch.zeros(len(lengths), width or max(needed) + 1, dtype=torch.int32)
+        keys = torch.full((kv_heads, len(free) * BLOCK + 1, dim), torch.nan)
+        values, limits = keys.clone(), torch.full((len(lengths), rows), -1)
+        for i, length in enumerate(lengths):
+            blocks = [free.pop() for _ in range(needed[i])]
+            tables[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            if not length:
+                continue
+            limits[i] = torch.arange(length - rows, length).clamp(min=-1)  # rows before the first see nothing
+            if dead:
+                limits[i, rows - dead :] = limits[i, rows - dead - 1]
+            seen = torch.arange(int(limits[i].max()) + 1)
+            if window is not None:
+                lowest = limits[i][limits[i] >= 0].min()
+                seen = seen[seen > int(lowest) - window]
+            at = tables[i, seen // BLOCK] * BLOCK + seen % BLOCK
+            keys[:, at], values[:, at] = torch.randn(2, kv_heads, len(seen), dim, generator=generator)
+        # A slice of a wider projection: rows are further apart than they are long.
+        wide = torch.randn(len(lengths) * rows, heads + 2 * kv_heads, dim, generator=generator)
+        self.q_RND = wide.to(device, dtype)[:, :heads]
+        self.keys, self.values = keys.to(device, dtype), values.to(device, dtype)
+        self.limit_R, self.tables_BN = limits.flatten().to(device), tables.to(device)
+        self.sinks_N = torch.randn(heads, generator=generator).to(device, dtype) if sinks else None
+
+    def plan(self, backend: str, splits: int | None = None) -> DecodePlan:
+        plan = plan_decode(
+            self.rows, self.tables_BN, BLOCK, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.dim,
+            backend=backend, splits=splits,
+        )  # fmt: skip
+        if plan.scratch is not None:
+            plan.scratch.out_WMCTD.fill_(torch.nan)
+            plan.scratch.stats_WMC2T.fill_(torch.nan)
+        return plan
+
+    def run(self, plan: DecodePlan) -> Tensor:
+        out = paged_attention(self.q_RND, self.keys, self.values, self.limit_R, plan, self.window, self.sinks_N)
+        if plan.scratch is not None:
+            assert not plan.scratch.arrivals_WM.any()
+        return out
+
+    def expected(self) -> Tensor:
+        """Row by row in float64."""
+        q, k, v = (x.double().cpu() for x in (self.q_RND, self.keys, self.values))
+        out = torch.zeros_like(q)
+        for r, limit in enumerate(self.limit_R.tolist()):
+            seen = torch.arange(0 if self.window is None else max(0, limit + 1 - self.window), limit + 1)
+            if not len(seen):
+                continue
+            at = self.tables_BN.cpu()[r // self.rows, seen // BLOCK] * BLOCK + seen % BLOCK
+            group = self.heads // self.kv_heads
+            scores = torch.einsum("nd,nsd->ns", q[r], k[:, at].repeat_interleave(group, 0)) * self.dim**-0.5
+            if self.sinks_N is not None:
+                scores = torch.cat((scores, self.sinks_N.double().cpu()[:, None]), dim=1)
+            weights = scores.softmax(1)[:, : len(seen)]
+            out[r] = torch.einsum("ns,nsd->nd", weights, v[:, at].repeat_interleave(group, 0))
+        return out
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    return float((out.double().cpu() - expected).norm() / expected.norm())
+
+
+CASES = {
+    "one row": (1, [530, 1, 0, 17], {}),
+    "verify": (4, [4, 700, 2, 33], {}),
+    "layout": (8, [8, 290, 0, 64], {"dead": 3}),
+    "window": (4, [600, 3, 270, 45], {"window": 37}),
+    "wide window": (3, [600, 3, 530], {"window": 300, "dead": 1}),
+    "sinks": (4, [4, 300, 0, 21], {"sinks": True}),
+    "sinks and window": (2, [2, 600, 90], {"sinks": True, "window": 16, "width": 64}),
+}
+
+
+def test_chunks_cover_every_position_once():
+    starts = [chunk_start(c) for c in range(60)]
+    assert starts[:18] == [*range(0, 4097, 256), 4608]
+    assert (starts[24], starts[25], starts[32]) == (8192, 9216, 16384)
+    assert all(a < b and (b - a) % 256 == 0 for a, b in pairwise(starts))
+    assert [num_chunks(n) for n in (1, 256, 257, 4096, 4097, 40960)] == [1, 1, 2, 16, 17, 42]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_torch_form(name: str, dtype: torch.dtype):
+    rows, lengths, settings = CASES[name]
+    case = Case(rows, lengths, 6, 2, 8, dtype=dtype, **settings)
+    assert error(case.run(case.plan("torch")), case.expected()) < TOLERANCE[dtype]
+
+
+def test_sinks_in_the_form_for_prompts():
+    case = Case(4, [5, 300, 30], 6, 2, 8, sinks=True, dtype=torch.float64)
+    lens = np.array([5, 300, 30])
+    plan = plan_rectangles(
+        np.full(3, 4), lens, case.tables_BN.long().numpy(), BLOCK, heads_per_kv=3, device=torch.device("cpu")
+    )
+    out = paged_attention(case.q_RND, case.keys, case.values, case.limit_R, plan, None, case.sinks_N)
+    assert error(out, case.expected()) < 1e-12
+
+
+def test_the_split_follows_from_batch_and_width():
+    tables = {batch: torch.zeros(batch, 512, dtype=torch.int32) for batch in (1, 8, 64)}
+
+    def splits(batch: int, **changes: int) -> int:
+        sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, **changes}
+        return plan_decode(8, tables[batch], 16, backend="torch", **sizes).splits
+
+    assert [splits(batch) for batch in (1, 8, 64)] == [24, 5, 1]  # 24 chunks in 8,192 keys
+    plan = plan_decode(8, tables[1], 16, heads=14, kv_heads=2, head_dim=64, backend="torch")
+    assert (plan.tile_rows, plan.tile_size) == (8, 64)
+    plan = plan_decode(14, tables[1], 16, heads=64, kv_heads=8, head_dim=64, backend="torch")
+    assert (plan.tile_rows, plan.tile_size) == (8, 64)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
+def test_in_the_interpreter():
+    run_interpreted(__file__)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_and_the_split_changes_no_bit(name: str):
+    rows, lengths, settings = CASES[name]
+    case = Case(rows, lengths, 6, 2, 16, **settings)
+    expected, alone = case.expected(), case.run(case.plan("triton", 1))
+    assert error(alone, expected) < TOLERANCE[torch.float32]
+    for splits in range(2, 9) if name == "one row" else (2,):
+        plan = case.plan("triton", splits)
+        for _ in range(2):  # nothing is left behind
+            assert torch.equal(case.run(plan), alone)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("heads,kv_heads,dim", [(7, 1, 32), (2, 2, 64), (20, 1, 16)])
+def test_interpreted_groups(heads: int, kv_heads: int, dim: int):
+    case = Case(5, [5, 280], heads, kv_heads, dim, sinks=True)
+    assert error(case.run(case.plan("triton")), case.expected()) < TOLERANCE[torch.float32]
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("settings", [{}, {"window": 150}])
+def test_interpreted_rows_do_not_depend_on_neighbours(settings: dict[str, int]):
+    """A request alone, in a wider table, and one row at a time."""
+    case = Case(4, [700, 30, 410], 6, 2, 16, **settings)
+    together = case.run(case.plan("triton"))
+    tables = torch.zeros(1, 90, dtype=torch.int32)
+    tables[0, : case.tables_BN.shape[1]] = case.tables_BN[2]
+    for rows in ([8, 9, 10, 11], [9], [10, 11]):
+        plan = plan_decode(len(rows), tables, BLOCK, heads=6, kv_heads=2, head_dim=16, backend="triton")
+        alone = paged_attention(case.q_RND[rows], case.keys, case.values, case.limit_R[rows], plan, case.window)
+        torch.testing.assert_close(alone, together[rows], rtol=0, atol=0 if len(rows) == 4 else 1e-6)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+def test_interpreted_plans_outlive_lengths_and_tables():
+    """What a captured graph relies on: tables and limits change in place, the plan stays."""
+    case, other = Case(4, [600, 30], 6, 2, 16, width=40), Case(4, [40, 330], 6, 2, 16, width=40)
+    plan = case.plan("triton", 2)
+    case.run(plan)
+    case.tables_BN.copy_(other.tables_BN)
+    out = paged_attention(other.q_RND, other.keys, other.values, other.limit_R, plan)
+    assert error(out, other.expected()) < TOLERANCE[torch.float32]
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads,kv_heads,dim", [(9, 3, 64), (32, 8, 128), (14, 2, 64), (64, 8, 64), (4, 2, 256)])
+@pytest.mark.parametrize("name", CASES)
+def test_on_gpu(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, name: str):
+    rows, lengths, settings = CASES[name]
+    lengths = [*lengths, 5000, 1200] if "width" not in settings else lengths
+    case = Case(rows, lengths, heads, kv_heads, dim, dtype=dtype, device="cuda", **settings)
+    outs = [case.run(case.plan("triton", splits)) for splits in (1, 2, 7, None)]
+    assert error(outs[0], case.expected()) < TOLERANCE[dtype]
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_graph_replays_while_lengths_change_on_gpu():
+    case = Case(8, [3000, 70, 8, 0], 32, 8, 128, width=200, dtype=torch.bfloat16, device="cuda")
+    plan = case.plan("triton")
+    case.run(plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(case.q_RND, case.keys, case.values, case.limit_R, plan)
+    for _ in range(200):
+        graph.replay()
+    first = out.clone()
+    assert torch.equal(first, case.run(plan))
+    case.limit_R.sub_(1).clamp_(min=-1)
+    graph.replay()
+    assert error(out, case.expected()) < TOLERANCE[torch.bfloat16]
