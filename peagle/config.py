@@ -151,7 +151,7 @@ class ExtractConfig:
 
     tap_ids: tuple[int, ...] | None = None
     shard_gib: float = 1.0
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "auto"
 
     def __post_init__(self) -> None:

@@ -105,7 +105,7 @@ TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Head": {
             "method": "p-eagle, or eagle3: the baseline that drafts one token a pass.",
             "num_layers": "Layers of the head.",
-            "num_depths": "Tokens the head learns to draft in one pass.",
+            "num_depths": "Tokens the head learns to draft in one pass; for eagle3, passes it is unrolled over.",
             "tap_ids": "Target layers whose input the head reads (default: 2, n/2, n-3).",
             "mask_token_id": "Vocabulary id that marks mask slots (default: an unused id).",
             "norm_before_fc": "Normalise the taps before they are combined.",
@@ -120,7 +120,7 @@ TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "int8": "Store the layers in 8 bits.",
         },
         "Rows": {
-            "batch_positions": "Positions per step.",
+            "batch_positions": "Positions per pack; a step takes `--accumulate` packs.",
             "keep_ratio": "Share of anchors that each depth keeps of the one before.",
             "min_keep": "Lowest share of anchors that any depth keeps.",
             "supervised_share": "Share of supervised positions that mask rows are reserved for (default: the data's).",

@@ -67,8 +67,8 @@ def _check_agrees(
 ) -> None:
     if num_layers < config.num_layers:
         raise PeagleError(
-            f"head {head} has {config.num_layers} layers, this run {num_layers}: a head cannot start as a deeper one, "
-            f"use --num-layers {config.num_layers} or more"
+            f"head {head} has {config.num_layers} layers, this run {num_layers}: a run cannot have fewer than the head "
+            f"it starts from, use --num-layers {config.num_layers} or more"
         )
     if tap_ids is not None and tuple(tap_ids) != config.tap_ids:
         raise PeagleError(

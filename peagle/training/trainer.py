@@ -417,11 +417,12 @@ class Trainer:
         trained = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
         limit = "" if config.max_seconds is None else f", at most {config.max_seconds:g} s"
         cut = cut_report(corpus.train, layout)
+        mask = "none" if (token := self.drafter.config.mask_token_id) is None else token
         left_out = f", {corpus.left_out:,} left out as nothing in their reach is supervised" if corpus.left_out else ""
         ranks = f" on each of {self.ranks.world} ranks" if self.ranks.world > 1 else ""
         return (
             f"{corpus.training:,} documents to train on, {len(corpus.held_out):,} held out{left_out}; "
-            f"{trained / 1e6:.1f} M trained parameters, mask token {self.drafter.config.mask_token_id}, taps "
+            f"{trained / 1e6:.1f} M trained parameters, mask token {mask}, taps "
             f"{list(self.drafter.config.tap_ids)}; {self.planned:,} steps of {config.accumulate} x "
             f"{layout.positions:,} positions and up to {layout.mask_rows:,} mask rows, in chunks of "
             f"{layout.chunk_size:,}{ranks}{limit}{cut and '; '}{cut}"

@@ -114,9 +114,9 @@ def test_gathering_is_bit_equal_to_a_cache_of_the_same_values(world):
             assert all(torch.equal(a[real], b[real]) for a, b in zip(left, right, strict=True))
 
 
-def test_bfloat16_is_the_default_and_kept_to_the_bit(world):
+def test_bfloat16_is_kept_to_the_bit(world):
     world.target.model.to(torch.bfloat16)
-    world.run(dtype=ExtractConfig().dtype)
+    world.run(dtype="bfloat16")
     source = opened(world)
     packed = next(pack_documents(world.data[:3], LAYOUT))
     taps, hidden = source.gather(source.index(packed, packed.source_D))

@@ -71,6 +71,7 @@ def test_extracted_features_train_as_cached_ones_do(world):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_extracted_features_train_on_a_gpu(world):
     world.target.model.to("cuda", torch.bfloat16)
     world.make("bfloat16", "cuda")
