@@ -85,18 +85,13 @@ def positions_hidden(
     drafter: Eagle3Drafter, input_ids_P: Tensor, taps_PC: Tensor, position_P: Tensor, attend: Attend
 ) -> Tensor:
     """Final-normed hidden states of depth-0 rows, [P, H]."""
-    features_PH = drafter.combine(taps_PC)
-    embeds_PH = drafter.embed_tokens(input_ids_P).to(features_PH.dtype)
-    hidden_PH: Tensor = drafter(embeds_PH, features_PH, position_P, attend)
+    hidden_PH: Tensor = drafter(*_position_rows(drafter, input_ids_P, taps_PC), position_P, attend)
     return hidden_PH
 
 
 def mask_rows_hidden(drafter: PEagleDrafter, position_C: Tensor, attend: Attend) -> Tensor:
-    """Final-normed hidden states of mask rows, [C, H]: all of them share one embedding and one feature."""
-    feature_H = drafter.mask_feature()
-    embed_H = drafter.mask_embedding.to(feature_H.dtype)
-    rows = len(position_C)
-    hidden_CH: Tensor = drafter(embed_H.expand(rows, -1), feature_H.expand(rows, -1), position_C, attend)
+    """Final-normed hidden states of mask rows, [C, H]."""
+    hidden_CH: Tensor = drafter(*_mask_rows(drafter, len(position_C)), position_C, attend)
     return hidden_CH
 
 
@@ -104,15 +99,23 @@ def all_rows_hidden(
     drafter: PEagleDrafter, input_ids_P: Tensor, taps_PC: Tensor, position_R: Tensor, attend: Attend
 ) -> Tensor:
     """Final-normed hidden states of depth-0 rows followed by mask rows, [R, H]."""
-    features_PH = drafter.combine(taps_PC)
-    mask_rows = len(position_R) - len(input_ids_P)
-    feature_H = drafter.mask_feature()
-    embeds_PH = drafter.embed_tokens(input_ids_P).to(features_PH.dtype)
-    embed_H = drafter.mask_embedding.to(features_PH.dtype)
-    embeds_RH = torch.cat((embeds_PH, embed_H.expand(mask_rows, -1)))
-    features_RH = torch.cat((features_PH, feature_H.expand(mask_rows, -1)))
-    hidden_RH: Tensor = drafter(embeds_RH, features_RH, position_R, attend)
+    positions = _position_rows(drafter, input_ids_P, taps_PC)
+    mask_rows = _mask_rows(drafter, len(position_R) - len(input_ids_P))
+    both = (torch.cat(parts) for parts in zip(positions, mask_rows, strict=True))
+    hidden_RH: Tensor = drafter(*both, position_R, attend)
     return hidden_RH
+
+
+def _position_rows(drafter: Eagle3Drafter, input_ids_P: Tensor, taps_PC: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings and features of depth-0 rows, each [P, H]."""
+    features_PH = drafter.combine(taps_PC)
+    return drafter.embed_tokens(input_ids_P).to(features_PH.dtype), features_PH
+
+
+def _mask_rows(drafter: PEagleDrafter, rows: int) -> tuple[Tensor, Tensor]:
+    """Embeddings and features of mask rows, each [rows, H]: all of them share one of either."""
+    feature_H = drafter.mask_feature()
+    return drafter.mask_embedding.to(feature_H.dtype).expand(rows, -1), feature_H.expand(rows, -1)
 
 
 def recompute_prefix(passes: Passes, batch: Batch, taps_PC: Tensor, charge: Charge) -> None:
