@@ -2,12 +2,13 @@
 
 The model, its row sampling, attention, fused loss and compilation are the package's own, used as its trainer uses them
 (float32 parameters, bfloat16 autocast); `DEVIATIONS` lists every setting that is not its default, and why. One document
-of N positions, all supervised, random features, up to the length that no longer fits the device.
+of N positions, all supervised, random features, up to the length that no longer fits the device or the time limit.
+Where torch (2.11) cannot compile all of the forward around the fused loss: `--compile parts`, attention and mask only.
 
 Hardware: one CUDA GPU; `--toy` runs the same code at tiny sizes on any CPU. Needs the wheel of `speculators` 0.9 and of
 pydantic; the rest of what the package asks for serves its data path, which is not used.
 
-    python -m benchmarks.peer_speculators --out benchmarks/results/peer-speculators.json
+    python -m benchmarks.peer_speculators --compile parts --out benchmarks/results/peer-speculators.json
 """
 
 import argparse

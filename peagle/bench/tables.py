@@ -168,6 +168,33 @@ def _training_speed(rows: Sequence[Json]) -> str:
     )
 
 
+def _peer(rows: Sequence[Json]) -> str:
+    header = ("shape", "positions", "rows", "forward ms", "backward ms", "sum ms", "rows/s", "peak GiB", "resident GiB")
+    return markdown_table(
+        header,
+        [
+            (
+                row["shape"] + (" (checkpointed)" if row["gradient_checkpointing"] else ""),
+                f"{row['positions']:,}",
+                f"{row['rows']:,}",
+                *_peer_figures(row),
+            )
+            for row in sorted(rows, key=lambda row: (row["shape"], row["gradient_checkpointing"], row["positions"]))
+        ],
+    )
+
+
+def _peer_figures(row: Json) -> tuple[str, ...]:
+    if row["failure"] is not None:
+        return (row["failure"], "", "", "", "", "")
+    return (
+        *(f"{row[key]:,.0f}" for key in ("forward_ms", "backward_ms", "step_ms")),
+        f"{row['rows_per_second']:,.0f}",
+        f"{row['peak_gib']:.1f}",
+        f"{row['resident_gib']:.1f}",
+    )
+
+
 _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
     {
         "acceptance-": _acceptance,
@@ -177,6 +204,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "train-curve": _curve,
         "training-memory-": _training_memory,
         "training-speed-": _training_speed,
+        "peer-": _peer,
     }
 )
 

@@ -72,6 +72,19 @@ TRAINING = {
     "utilisation": 0.3057,
     "data_wait_share": 0.033,
 }
+PEER = {
+    "shape": "tiny",
+    "positions": 8192,
+    "rows": 34073,
+    "gradient_checkpointing": False,
+    "failure": None,
+    "forward_ms": 311.02,
+    "backward_ms": 416.56,
+    "step_ms": 727.58,
+    "rows_per_second": 46830.6,
+    "peak_gib": 70.993,
+    "resident_gib": 8.366,
+}
 LOSSLESS = LosslessRow(num_speculative_tokens=7, batch_size=8, temperature=0.0, prompts=50, identical=49)
 
 
@@ -115,6 +128,12 @@ def test_a_result_says_where_it_comes_from(tmp_path):
             "| flat | kernel | 8,192 | 34,073 | out of memory |  |  |  |",
         ),
         ("training-speed-x", TRAINING, "| tiny | p-eagle | **323,680** | 1,029,213 | 31 % | 3 % |"),
+        ("peer-x", PEER, "| tiny | 8,192 | 34,073 | 311 | 417 | 728 | 46,831 | 71.0 | 8.4 |"),
+        (
+            "peer-x",
+            {**PEER, "gradient_checkpointing": True, "failure": "out of memory"},
+            "| tiny (checkpointed) | 8,192 | 34,073 | out of memory |  |  |  |  |  |",
+        ),
     ],
 )
 def test_tables(tmp_path, name, row, cells):
