@@ -1,10 +1,13 @@
-"""What the operations between the matmuls cost at decode sizes: Triton, torch, and the time their bytes take.
+"""What the operations of a decoder layer cost at decode sizes: Triton, torch, and the time their bytes take.
 
 Norms, rotation, gate and paged attention of one layer, for B requests of 1 + K or 2 K rows each. Each form is captured
 in a CUDA graph of many calls and replayed, so launches from the host do not count. The floor is what must be read and
 written once, at the memory bandwidth given with --bandwidth. Successive calls of attention take turns at up to eight
-caches, so that small ones do not stay in L2; the other operations' inputs do, as in a step. Hardware: one GPU; about a
-minute on an H200.
+caches, and those of linear layers at as many weights, so that small ones do not stay in L2; the other operations'
+inputs do, as in a step. Hardware: one GPU; about two minutes on an H200.
+
+Linear layers with their norm, gate or sum, and the rotation that writes keys and values, run for --linear-rows rows:
+as one launch ("triton"), and as cuBLAS and one Triton kernel for each other operation ("torch").
 
     python -m benchmarks.model_kernels --out benchmarks/results/model-kernels-h200.json
     python -m benchmarks.model_kernels --device cpu --out FILE      # does the script run: torch forms, tiny sizes
@@ -18,15 +21,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import RESULTS, command
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
+from peagle.kernels.fused_linear import gated_norm_linear, linear_add, norm_linear
+from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import paged_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
+from peagle.kernels.rope_write import rope_write
 from peagle.kernels.swiglu import silu_mul
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies
 
@@ -51,6 +58,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape("tiny", 64, 96, 4, 2, 16, True),
     "smollm2": Shape("SmolLM2-135M", 576, 1536, 9, 3, 64, False),
+    "qwen2.5-0.5b": Shape("Qwen2.5-0.5B", 896, 4864, 14, 2, 64, False),
     "qwen2.5-1.5b": Shape("Qwen2.5-Coder-1.5B", 1536, 8960, 12, 2, 128, False),
     "qwen3-8b": Shape("Qwen3-8B", 4096, 12288, 32, 8, 128, True),
     "gpt-oss": Shape("gpt-oss-20b", 2880, 2880, 64, 8, 64, False),
@@ -86,6 +94,10 @@ class Work:
     splits: int = 0
 
 
+# (arguments, shape, requests, rows of a request, backend)
+Works = Callable[[argparse.Namespace, Shape, int, int, str], Iterator[Work]]
+
+
 def main() -> None:
     args = _arguments()
     rows = [
@@ -94,7 +106,13 @@ def main() -> None:
         for requests in args.requests
         for row_count in args.rows
         for backend in args.backends
-        for row in _measure_layer(args, SHAPES[name], requests, row_count, backend)
+        for row in _measure(args, SHAPES[name], requests, row_count, backend, _works)
+    ] + [
+        row
+        for name in args.shapes
+        for row_count in args.linear_rows
+        for backend in args.backends
+        for row in _measure(args, SHAPES[name], 1, row_count, backend, _linear_works)
     ]
     settings = {
         "command": command(),
@@ -107,11 +125,11 @@ def main() -> None:
     print(f"wrote {args.out}")
 
 
-def _measure_layer(
-    args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str
+def _measure(
+    args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str, works: Works
 ) -> Iterator[KernelRow]:
     with torch.inference_mode():
-        for work in _works(args, shape, requests, rows, backend):
+        for work in works(args, shape, requests, rows, backend):
             ms = _milliseconds(args, work)
             floor_ms = work.bytes_moved / args.bandwidth / 1e6
             yield KernelRow(
@@ -169,6 +187,62 @@ def _small_works(args: argparse.Namespace, shape: Shape, total: int, backend: st
         1,
         rotated + tables,
     )
+
+
+def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str) -> Iterator[Work]:
+    """The projections of a layer with what stands around them, and the rotation between them."""
+    heads_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    total, dtype, fused = requests * rows, getattr(torch, args.dtype), backend == "triton"
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=args.device, dtype=dtype)
+
+    def linear(name: str, inputs: int, outputs: int, call: Callable[[Tensor, Tensor], Tensor], extra: int = 0) -> Work:
+        copies = max(1, min(_CALLS, (200 << 20) // (inputs * outputs * dtype.itemsize))) if args.device != "cpu" else 1
+        x, weights = random(total, inputs), random(copies, outputs, inputs) * inputs**-0.5
+        moved = (outputs * inputs + total * (inputs + extra)) * dtype.itemsize
+        return Work(f"{name} {inputs}->{outputs}", lambda copy: call(x, weights[copy]), copies, moved)
+
+    norm, residual = torch.ones(shape.hidden, device=args.device, dtype=dtype), random(total, shape.hidden)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        if fused:
+            return norm_linear(x, norm, 1e-6, weight, backend=backend)
+        return F.linear(rms_norm(x, norm, 1e-6), weight)
+
+    def gated(x: Tensor, weight: Tensor) -> Tensor:
+        if fused:
+            return gated_norm_linear(x, norm, 1e-6, weight, backend=backend)
+        return silu_mul(F.linear(rms_norm(x, norm, 1e-6), weight))
+
+    def added(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_add(x, weight, None, residual, backend=backend)
+
+    qkv_size = heads_size + 2 * kv_size
+    yield linear("norm_linear", shape.hidden, qkv_size, normed, qkv_size)
+    yield _rotation(shape, random(total, qkv_size), fused)
+    yield linear("linear_add", heads_size, shape.hidden, added, 2 * shape.hidden)
+    yield linear("gated_norm_linear", shape.hidden, 2 * shape.intermediate, gated, shape.intermediate)
+    yield linear("linear_add", shape.intermediate, shape.hidden, added, 2 * shape.hidden)
+
+
+def _rotation(shape: Shape, qkv_RA: Tensor, fused: bool) -> Work:
+    """Rotate and write to the cache, in one launch or two."""
+    rows, device, dtype = qkv_RA.shape[0], qkv_RA.device, qkv_RA.dtype
+    inv_freq = rope_inverse_frequencies(RopeSpec(theta=1e6, head_dim=shape.head_dim)).to(device)
+    cos, sin = rope_tables(torch.arange(rows, device=device), inv_freq, dtype, backend="torch")
+    keys, values = torch.zeros(2, shape.kv_heads, rows + 1, shape.head_dim, device=device, dtype=dtype)
+    slots, ones = torch.arange(rows, device=device), torch.ones(shape.head_dim, device=device, dtype=dtype)
+    norms = HeadNorms(ones, ones, 1e-6) if shape.normed else None
+
+    def call(_copy: int) -> None:
+        if fused:
+            rope_write(qkv_RA, cos, sin, shape.heads, keys, values, slots, norms, backend="triton")
+            return
+        _q, k, v = rope_qkv(qkv_RA, cos, sin, shape.heads, shape.kv_heads, norms)
+        kv_write(keys, values, slots, k, v)
+
+    return Work("rope_write", call, 1, (2 * qkv_RA.numel() + cos.numel() + sin.numel()) * dtype.itemsize)
 
 
 def _attention(
@@ -235,6 +309,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
     parser.add_argument("--requests", nargs="+", type=int)
     parser.add_argument("--rows", nargs="+", type=int, help="rows of one request: 1, 1 + K, 2 K")
+    parser.add_argument("--linear-rows", nargs="+", type=int, help="rows of the linear layers, of all requests")
     parser.add_argument("--keys", nargs="+", type=int)
     parser.add_argument("--backends", nargs="+", choices=["triton", "torch"])
     parser.add_argument("--splits", type=int, help="programs that share a tile's keys; default: as the engine chooses")
@@ -250,6 +325,7 @@ def _arguments() -> argparse.Namespace:
     args.shapes = args.shapes or (["tiny"] if cpu else [name for name in SHAPES if name != "tiny"])
     args.requests = args.requests or ([2] if cpu else [1, 8, 64])
     args.rows = args.rows or ([3] if cpu else [1, 8, 14])
+    args.linear_rows = args.linear_rows or ([3] if cpu else [1, 8, 14, 64])
     args.keys = args.keys or ([40] if cpu else [512, 4096])
     args.backends = args.backends or (["torch"] if cpu else ["triton", "torch"])
     return args

@@ -26,10 +26,13 @@ from benchmarks.common import RESULTS, command
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels.accept import accept
+from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow, draft_rows
+from peagle.kernels.expand_rows import expand_rows
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.sample import sample
+from peagle.kernels.verify_rows import verify_rows
 from peagle.sampling import RowSampling
 
 _K, _BLOCK_SIZE, _MAX_MODEL_LEN, _POSITION = 7, 16, 8192, 2000
@@ -104,6 +107,35 @@ class Step:
         index, ones = torch.arange(rows, device=self.device), torch.ones(rows, device=self.device)
         return RowSampling(0.8 * ones, index * 0, ones, index * 2**33, index, filtered=False)
 
+    def slot_calls(self) -> list[tuple[str, int, Call]]:
+        """The first and the last operation of a step, on the state of the slots."""
+        batch, width = self.tables.shape
+
+        def padded(state: Tensor) -> Tensor:
+            return torch.cat((state, torch.zeros_like(state[:1])))
+
+        first = torch.full((batch,), _POSITION, device=self.device)
+        state = padded(self.tokens[:, 0]), padded(first), padded(self.drafts)
+        tables = padded(self.tables.to(torch.int32))
+        last_token, num_computed, drafts = (part.clone() for part in state)
+        accepted = accept(self.tokens, self.drafts, self.slot, backend="torch")
+        results = accepted.count_B, accepted.next_token_B, accepted.emitted_BV, accepted.count_B, self.drafts
+        return [
+            (
+                "verify_rows",
+                8 * (4 * self.rows + batch * (2 * _K + 4 + width)),
+                lambda b: verify_rows(
+                    *state, tables, self.slot,
+                    num_drafts=_K, block_size=_BLOCK_SIZE, max_model_len=_MAX_MODEL_LEN, backend=b,
+                ),
+            ),
+            (
+                "commit",
+                8 * batch * (4 * _K + 10),
+                lambda b: commit(last_token, num_computed, drafts, self.slot, first, *results, backend=b),
+            ),
+        ]  # fmt: skip
+
     def calls(self) -> list[tuple[str, int, Call]]:
         """(operation, bytes it has to move, call) of each operation."""
         s, batch, drafter_rows = self.shape, self.batch, self.batch * 2 * _K
@@ -118,8 +150,9 @@ class Step:
         logits, draft_logits = self.normal(self.rows, s.vocab), self.normal(batch * _K, s.draft_vocab)
         ids = torch.arange(s.draft_vocab, device=self.device) * 3
         rows, draft_rows_ = self.sampling(self.rows), self.sampling(batch * _K)
-        layout_bytes = 8 * (2 * self.rows + 5 * drafter_rows + batch * (_K + live // batch + 5)) + 2 * drafter_rows
+        layout_bytes = 8 * (3 * self.rows + 5 * drafter_rows + batch * (_K + live // batch + 5)) + 2 * drafter_rows
         return [
+            *self.slot_calls(),
             ("draft_layout", layout_bytes, self.lay_out),
             (
                 "kv_slots",
@@ -131,6 +164,11 @@ class Step:
                 "draft_rows",
                 2 * s.hidden * 2 * (drafter_rows + batch * (_KEPT + 1)),
                 lambda b: draft_rows(self.layout, features, table, mask, backend=b),
+            ),
+            (
+                "expand_rows",
+                2 * qkv[0].numel() * (drafter_rows + batch * (_KEPT + 1)),
+                lambda b: expand_rows(self.layout, qkv[: self.rows].flatten(1), qkv[-1].flatten(), backend=b),
             ),
             (
                 "kv_write",

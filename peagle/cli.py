@@ -4,16 +4,34 @@ Nothing heavy is imported before a verb runs, so that `peagle --help` answers at
 """
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peagle.config import ExtractConfig, PrepareConfig, SelfPromptConfig, SpeculativeConfig, TrainConfig
+from peagle.config import (
+    EngineConfig,
+    ExtractConfig,
+    PrepareConfig,
+    ProfileConfig,
+    SelfPromptConfig,
+    SpeculativeConfig,
+    TrainConfig,
+)
 from peagle.errors import PeagleError
 from peagle.exits import USER_ERROR_STATUS, prepare_streams, run
 from peagle.flags import with_flags
-from peagle.help import EXAMPLES, EXTRACT_FLAGS, PREPARE_FLAGS, SELF_PROMPT_FLAGS, TRAIN_FLAGS
+from peagle.help import (
+    ENGINE_ALIASES,
+    ENGINE_FLAGS,
+    EXAMPLES,
+    EXTRACT_FLAGS,
+    PREPARE_FLAGS,
+    PROFILE_FLAGS,
+    SELF_PROMPT_FLAGS,
+    TRAIN_FLAGS,
+)
 from peagle.speculation import choose_speculation
 
 if TYPE_CHECKING:
@@ -30,7 +48,12 @@ SpeculativeJson = Annotated[
 ]
 Head = Annotated[str | None, typer.Option("--head", metavar="DIR", help="Head to draft with: directory or Hub id.")]
 NumDrafts = Annotated[
-    int | None, typer.Option("--num-speculative-tokens", metavar="K", help="Draft tokens per round (default: 5).")
+    str | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        metavar="K",
+        help="Draft tokens per round (default: 5), or auto: what pays best, by measurement.",
+    ),
 ]
 
 
@@ -58,8 +81,11 @@ MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0 is off.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 is off.")]
+PresencePenalty = Annotated[float, typer.Option(help="Subtracted from logits of tokens said before; 0 is off.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted once for each time a token was said; 0 is off.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Divides logits of tokens said or in the prompt; 1 is off.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the sampling noise; a fresh one if left out.")]
-Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16, or auto: float32 on CPU.")]
 
 
 @app.callback()
@@ -68,8 +94,10 @@ def peagle() -> None:
 
 
 @app.command(epilog=EXAMPLES["generate"])
+@with_flags(EngineConfig, ENGINE_FLAGS, ENGINE_ALIASES)
 def generate(
     model: Model,
+    config: EngineConfig,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt.")] = None,
     prompts_file: Annotated[
         Path | None,
@@ -88,8 +116,11 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
-    dtype: Dtype = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
 ) -> None:
     """Answer one prompt, or a file of prompts in one batch."""
@@ -107,15 +138,21 @@ def generate(
     rows = read_prompts(prompts_file) if prompts_file is not None else [PromptRow.of_user(prompt or "")]
     from peagle.sampling import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
+        seed=seed,
+    )  # fmt: skip
     from peagle.terminal import print_answers
 
-    print_answers(_load(model, speculation, dtype), rows, params, raw=raw, as_json=json)
+    print_answers(_load(model, speculation, config), rows, params, raw=raw, as_json=json)
 
 
 @app.command(epilog=EXAMPLES["chat"])
+@with_flags(EngineConfig, ENGINE_FLAGS, ENGINE_ALIASES)
 def chat(
     model: Model,
+    config: EngineConfig,
     speculative_config: SpeculativeJson = None,
     head: Head = None,
     num_speculative_tokens: NumDrafts = None,
@@ -124,8 +161,11 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
-    dtype: Dtype = "auto",
 ) -> None:
     """Talk with a model: streamed answers, several turns, acceptance length and speed after each."""
     speculation = choose_speculation(
@@ -138,8 +178,12 @@ def chat(
     from peagle.chat import run_chat
     from peagle.sampling import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    run_chat(_load(model, speculation, dtype), params)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
+        seed=seed,
+    )  # fmt: skip
+    run_chat(_load(model, speculation, config), params)
 
 
 @app.command(epilog=EXAMPLES["self-prompts"])
@@ -256,6 +300,33 @@ def export(
     sys.stdout.write(f"{out}: loads in vLLM as method eagle3 with parallel_drafting true\n")
 
 
+@app.command(epilog=EXAMPLES["profile"])
+@with_flags(ProfileConfig, PROFILE_FLAGS, ENGINE_ALIASES)
+def profile(
+    model: Model,
+    config: ProfileConfig,
+    speculative_config: SpeculativeJson = None,
+    head: Head = None,
+    num_speculative_tokens: NumDrafts = None,
+    no_speculation: NoSpeculation = False,
+    out: Annotated[Path | None, typer.Option(metavar="F.json", help="Write the figures as a result file.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="F.json", help="Keep the profiler's Chrome trace.")] = None,
+) -> None:
+    """Say where the time of decoding steps goes: GPU, host, launches, and what each kind of kernel takes."""
+    speculation = choose_speculation(
+        model,
+        speculative_config=speculative_config,
+        head=head,
+        num_speculative_tokens=num_speculative_tokens,
+        disabled=no_speculation,
+    )
+    from rich.console import Console
+
+    from peagle.bench.profiling import run_profile
+
+    run_profile(model, speculation, config, Console(), out=out, trace=trace)
+
+
 @app.command(epilog=EXAMPLES["demo"])
 def demo(max_tokens: MaxTokens = 96) -> None:
     """Answer three prompts with SmolLM2-135M, with and without its shipped head, and compare."""
@@ -266,10 +337,10 @@ def demo(max_tokens: MaxTokens = 96) -> None:
     run_demo(load_demo(), Console(), max_tokens=max_tokens)
 
 
-def _load(model: str, speculation: SpeculativeConfig | None, dtype: str) -> "LLM":
+def _load(model: str, speculation: SpeculativeConfig | None, config: EngineConfig) -> "LLM":
     from peagle.engine.engine import LLM
 
-    return LLM(model, speculative_config=speculation, dtype=dtype)
+    return LLM(model, speculative_config=speculation, **asdict(config))
 
 
 def main() -> None:

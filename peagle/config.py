@@ -2,47 +2,139 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Self
 
 from peagle.errors import PeagleError
 
 MAX_SPECULATIVE_TOKENS = 16
+DEFAULT_MAX_SPECULATIVE_TOKENS = 7  # of "auto", for a head that does not say how deep it was trained
 # Keys of vLLM's speculative config that change nothing here; accepted so that its JSON can be pasted unchanged.
 _IGNORED_VLLM_KEYS = frozenset({"draft_tensor_parallel_size", "disable_padded_drafter_batch"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
-    """vLLM's `--speculative-config`, the keys that matter for P-EAGLE and EAGLE-3.
+    """vLLM's `--speculative-config`, the keys that matter for P-EAGLE and EAGLE-3, and two of our own.
 
-    `model` is a head directory or Hub id, `num_speculative_tokens` is K. `parallel_drafting` None means: as the head
-    says.
+    `model` is a head directory or Hub id, `num_speculative_tokens` is K, or "auto": then the engine chooses K step by
+    step, 0 to `max_speculative_tokens` (default: the head's trained depth), from measured costs or, if given, from
+    `k_table`: a mapping of concurrency to K or a JSON file of one. `parallel_drafting` None means: as the head says.
+
+    `rejection_sample_method` "synthetic" keeps drafts by chance, so that an engine can be timed without a trained head:
+    its tokens mean nothing. The chances are `synthetic_acceptance_length` (the mean, the bonus token counted) or
+    `synthetic_acceptance_rates` (of K shares, the i-th that of steps that keep draft i).
     """
 
     model: str
-    num_speculative_tokens: int
+    num_speculative_tokens: int | str
     method: str = "eagle3"
     parallel_drafting: bool | None = None
+    max_speculative_tokens: int | None = None
+    k_table: Mapping[Any, Any] | str | None = None
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("eagle3", "peagle"):
             raise PeagleError(
                 f"speculative method {self.method!r} is not supported: use 'eagle3', for P-EAGLE heads too"
             )
-        k = self.num_speculative_tokens
-        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
-            raise PeagleError(
-                f"num_speculative_tokens is {k!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}; "
-                "to decode without drafts, leave the speculative config out"
-            )
+        self._check_drafts()
         if self.parallel_drafting is not None and not isinstance(self.parallel_drafting, bool):
             raise PeagleError(
                 f"parallel_drafting is {self.parallel_drafting!r}: it must be true or false, without quotes"
             )
         if not isinstance(self.model, str) or not self.model:
             raise PeagleError(f"speculative config 'model' is {self.model!r}: give a head directory or Hub id")
+        self._check_synthetic()
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the engine chooses K."""
+        return self.num_speculative_tokens == "auto"
+
+    @property
+    def max_drafts(self) -> int:
+        """The largest K there can be; of "auto" without a maximum, see `for_head`."""
+        if not isinstance(self.num_speculative_tokens, str):
+            return self.num_speculative_tokens
+        rates = self.synthetic_acceptance_rates
+        return self.max_speculative_tokens or (len(rates) if rates is not None else DEFAULT_MAX_SPECULATIVE_TOKENS)
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...] | None:
+        """Chance of each of `max_drafts` drafts once those before it were kept; None where drafts are verified."""
+        if self.synthetic_acceptance_length is not None:
+            from peagle.kernels.synthetic_acceptance import synthetic_profile  # needs torch, which takes a second
+
+            return synthetic_profile(self.synthetic_acceptance_length, self.max_drafts)
+        if self.synthetic_acceptance_rates is None:
+            return None
+        rates = self.synthetic_acceptance_rates
+        return tuple(rate / before if before else 0.0 for rate, before in zip(rates, (1.0, *rates), strict=False))
+
+    def for_head(self, trained_depth: int | None) -> Self:
+        """The same with the maximum of "auto" settled for a head of that depth, None if it is not known."""
+        if not self.is_auto or self.max_speculative_tokens is not None or self.synthetic_acceptance_rates is not None:
+            return self
+        depth = DEFAULT_MAX_SPECULATIVE_TOKENS if trained_depth is None else trained_depth
+        return replace(self, max_speculative_tokens=min(depth, MAX_SPECULATIVE_TOKENS))
+
+    def _check_drafts(self) -> None:
+        k, most = self.num_speculative_tokens, self.max_speculative_tokens
+        if k != "auto" and not _is_draft_count(k):
+            raise PeagleError(
+                f"num_speculative_tokens is {k!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}, or "
+                "'auto'; to decode without drafts, leave the speculative config out"
+            )
+        if most is not None and not _is_draft_count(most):
+            raise PeagleError(
+                f"max_speculative_tokens is {most!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
+            )
+        for name in ("max_speculative_tokens", "k_table"):
+            if k != "auto" and getattr(self, name) is not None:
+                raise PeagleError(f"{name} needs num_speculative_tokens 'auto', not {k}: leave one of them out")
+        if self.k_table is not None and not isinstance(self.k_table, str | Mapping):
+            raise PeagleError(f"k_table is {self.k_table!r}: give an object of concurrency and K, or a file of one")
+
+    def _check_synthetic(self) -> None:
+        method, length, rates = (
+            self.rejection_sample_method, self.synthetic_acceptance_length, self.synthetic_acceptance_rates
+        )  # fmt: skip
+        if method not in ("standard", "synthetic"):
+            raise PeagleError(f"rejection_sample_method {method!r} is not supported: use 'standard' or 'synthetic'")
+        given = [value for value in (length, rates) if value is not None]
+        if method == "standard" and given:
+            raise PeagleError("synthetic acceptance is set: add rejection_sample_method 'synthetic', or leave it out")
+        if method == "synthetic" and len(given) != 1:
+            raise PeagleError(
+                f"rejection_sample_method 'synthetic' has {'both' if given else 'neither'} of "
+                "synthetic_acceptance_length and synthetic_acceptance_rates: give one"
+            )
+        if length is not None and not (_is_number(length) and 1 <= length <= self.max_drafts + 1):
+            raise PeagleError(f"synthetic_acceptance_length is {length!r}: it must be 1 to {self.max_drafts + 1}")
+        if rates is not None:
+            self._check_rates(rates)
+
+    def _check_rates(self, rates: Sequence[float]) -> None:
+        name, k = "synthetic_acceptance_rates", self.max_drafts
+        if not isinstance(rates, list | tuple) or not all(map(_is_number, rates)):
+            raise PeagleError(f"{name} is {rates!r}: give a list of numbers")
+        if len(rates) != k or not _is_draft_count(k):
+            raise PeagleError(f"{name} has {len(rates)} numbers: give one for each of the {k} drafts")
+        outside = [rate for rate in rates if not 0 <= rate <= 1]
+        if outside:
+            raise PeagleError(f"{name} has {outside[0]}: each must be in 0 .. 1")
+        rising = [(a, b) for a, b in pairwise(rates) if b > a]
+        if rising:
+            raise PeagleError(
+                f"{name} rises from {rising[0][0]} to {rising[0][1]}: a draft is kept only after those before it, so "
+                "none can be above the one before"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -75,10 +167,14 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine. `max_model_len` None means the target's own context length.
+    """Sizes and switches of one engine, named as vLLM's. `max_model_len` None means the target's own context length, or
+    what the KV cache holds if that is less.
 
-    `load_format` "dummy" draws the target's weights at random, for benchmarks. `kernels` is the form of the small
-    operations between the matmuls (norms, rotation, gates) and of attention in steps that only decode.
+    `gpu_memory_utilization` is the share of the GPU's whole memory that may be in use once the engine stands: weights,
+    KV cache, activations and graphs. `graphs` replays decode steps as CUDA graphs (off: vLLM's `enforce_eager`), and
+    `async_scheduling` prepares a step while the one before it runs; both are for CUDA alone. `kernels` is the form of
+    everything between the matmuls: "auto" is Triton on CUDA. `load_format` "dummy" draws the target's weights at
+    random, for benchmarks.
     """
 
     dtype: str = "auto"
@@ -88,9 +184,13 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     block_size: int = 16
     num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    graphs: bool = True
+    async_scheduling: bool = True
     attention: str = "auto"
     load_format: str = "auto"
-    kernels: str = "torch"
+    kernels: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,9 +198,29 @@ class EngineConfig:
             raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
         _check_choice(self, "attention", "auto", "torch", "triton")
         _check_choice(self, "load_format", "auto", "dummy")
-        _check_choice(self, "kernels", "torch", "triton")
+        _check_choice(self, "kernels", "auto", "torch", "triton")
         _check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
         _check_at_least(self, 1, "max_model_len", "num_kv_blocks")
+        _check_share(self, "(0, 1]", "gpu_memory_utilization")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """Steps to profile, in which `concurrency` requests with random prompts decode side by side."""
+
+    concurrency: int = 1
+    steps: int = 32
+    prompt_tokens: int = 128
+    load_format: str = "auto"
+    graphs: bool = True
+    async_scheduling: bool = True
+    kernels: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "concurrency", "steps", "prompt_tokens")
+        _check_choice(self, "load_format", "auto", "dummy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,6 +405,14 @@ class TrainConfig:
         outside = [layer for layer in self.sliding_layers or () if not 0 <= layer < self.num_layers]
         if outside:
             raise PeagleError(f"sliding_layers has {outside[0]}: layers are numbered 0 to {self.num_layers - 1}")
+
+
+def _is_draft_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SPECULATIVE_TOKENS
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_choice(config: object, name: str, *choices: str) -> None:

@@ -18,24 +18,26 @@ Panels = Mapping[str, Mapping[str, str]]
 def with_flags(
     config_class: type, panels: Panels, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb one flag per field of `config_class` in place of its parameter `config`.
+    """Give a verb one flag per field of `config_class` in `panels`, in place of its parameter `config`.
 
-    Every field needs a help text in `panels`, which also group the flags on the help page. A field without a default
-    becomes a required flag, one that holds a tuple a comma-separated list. `aliases` are second names of flags.
+    `panels` hold the help texts, and group the flags on the help page; fields that are not there keep their default. A
+    field without a default becomes a required flag, one that holds a tuple a comma-separated list. `aliases` are second
+    names of flags; one that begins with a slash is the name that turns a switch off.
     """
-    hints = get_type_hints(config_class)
-    elements = {name: element for name, hint in hints.items() if (element := _tuple_element(hint)) is not None}
     panel_of = {name: (panel, text) for panel, texts in panels.items() for name, text in texts.items()}
+    hints = {name: hint for name, hint in get_type_hints(config_class).items() if name in panel_of}
+    elements = {name: element for name, hint in hints.items() if (element := _tuple_element(hint)) is not None}
     flags = []
     for field in fields(config_class):
+        if field.name not in panel_of:
+            continue
         hint, metavar = hints[field.name], None
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         if field.name in elements:
             hint, metavar = (str | None), "NAME,..." if elements[field.name] is str else "N,N,..."
             default = (",".join(map(_shown, default)) or None) if isinstance(default, tuple) else default
         panel, text = panel_of[field.name]
-        names = ("--" + field.name.replace("_", "-"), aliases[field.name]) if field.name in aliases else ()
-        option = typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+        option = typer.Option(*_names(field.name, aliases), help=text, rich_help_panel=panel, metavar=metavar)
         kind = inspect.Parameter.KEYWORD_ONLY
         flags.append(inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option]))
 
@@ -56,6 +58,14 @@ def with_flags(
         return command
 
     return decorate
+
+
+def _names(field: str, aliases: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of a flag that has a second one; none for the others, which typer names."""
+    if field not in aliases:
+        return ()
+    name, alias = "--" + field.replace("_", "-"), aliases[field]
+    return (name + alias,) if alias.startswith("/") else (name, alias)
 
 
 def _tuple_element(hint: Any) -> Callable[[str], Any] | None:

@@ -19,7 +19,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         ),
         "chat": _examples(
             "peagle chat smollm2-135m",
-            "peagle chat org/model --head my-head --num-speculative-tokens 5",
+            "peagle chat org/model --head my-head --num-speculative-tokens auto --max-num-seqs 1",
         ),
         "self-prompts": _examples(
             "peagle self-prompts smollm2-135m --out self.jsonl --count 14000",
@@ -45,12 +45,36 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle export heads/smollm2-135m-instruct-p-eagle --target smollm2-135m --out exported",
             "peagle export runs/model/head --out exported",
         ),
+        "profile": _examples(
+            "peagle profile smollm2-135m --steps 16",
+            "peagle profile org/model --head my-head --num-speculative-tokens 7 --concurrency 8 --out profile-me.json",
+            "peagle profile folder-with-config --load-format dummy --concurrency 64 --trace trace.json",
+        ),
         "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
     }
 )
 
 _DTYPE = "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU."
 _DEVICE = "cpu, cuda, or auto: a GPU if there is one."
+
+ENGINE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Engine": {
+            "max_model_len": "Longest prompt and answer, in tokens (default: the model's context, if it fits).",
+            "max_num_seqs": "Requests that run at once.",
+            "max_num_batched_tokens": "Prompt tokens of a step; longer prompts are cut into chunks.",
+            "gpu_memory_utilization": "Share of the GPU's whole memory that may be in use, up to 1.",
+            "block_size": "Tokens of a KV cache block.",
+            "enable_prefix_caching": "Keep the KV cache of prompts for later ones that begin alike.",
+            "graphs": "On a GPU, replay decode steps as CUDA graphs.",
+            "async_scheduling": "On a GPU, prepare a step while the one before it runs.",
+            "kernels": "torch, triton, or auto: triton on GPU.",
+            "dtype": _DTYPE,
+            "device": _DEVICE,
+        },
+    }
+)
+ENGINE_ALIASES: Mapping[str, str] = MappingProxyType({"graphs": "/--enforce-eager"})  # vLLM's name
 
 SELF_PROMPT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -63,6 +87,24 @@ SELF_PROMPT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "Running": {
             "max_num_seqs": "Turns drawn at once.",
+            "dtype": _DTYPE,
+            "device": _DEVICE,
+        },
+    }
+)
+
+PROFILE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Profile": {
+            "concurrency": "Requests that decode side by side.",
+            "steps": "Steps to time, and then as many to profile.",
+            "prompt_tokens": "Length of the random prompts.",
+        },
+        "Running": {
+            "load_format": "dummy: random weights for MODEL, which then needs no more than its config.json.",
+            "graphs": "On a GPU, replay decode steps as CUDA graphs.",
+            "async_scheduling": "On a GPU, prepare a step while the one before it runs.",
+            "kernels": "torch, triton, or auto: triton on GPU.",
             "dtype": _DTYPE,
             "device": _DEVICE,
         },

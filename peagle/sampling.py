@@ -3,10 +3,14 @@
 The token at sequence index i is argmax(filtered_logits_i / T + gumbel(seed, i)); plain argmax at T = 0. The noise is
 counter-based: it depends on (request seed, index, token id) alone, so it is the same whether the row was verified as a
 draft, decoded alone or batched with strangers. A draft is accepted iff it equals that token.
+
+What a filter keeps depends on the values of the logits alone: tokens of equal logits stay or go together, whatever
+their ids and however a form of the filter finds them. `filter_logits` states the rule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -15,20 +19,33 @@ from peagle.errors import PeagleError
 
 MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they differ from a greedy choice
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0
+# A token as likely as the likeliest weighs this much in a nucleus. Weights are integers so that their sum, and with it
+# the nucleus, is the same in every order of adding; 2^18 tokens still fit in 63 bits with room to spare.
+MASS_UNIT = 2.0**40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one request is sampled and when it stops. Names and meanings follow vLLM.
 
-    `top_k` 0 or -1 and `top_p` 1.0 are off; `seed` None draws a fresh one; `stop`, one string or several, is cut from
-    the text; a temperature below 1e-5 is greedy.
+    `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 are off; `seed` None draws a fresh one; `stop`, one string or several,
+    is cut from the text; a temperature below 1e-5 is greedy. Logits get `logit_bias` first (token id -> what to add),
+    then `repetition_penalty` (tokens of prompt and output; 1.0 is off), then `frequency_penalty` times a token's count
+    and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them.
     """
 
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -52,6 +69,53 @@ class SamplingParams:
             raise PeagleError(f"seed is {self.seed}: it must be in 0 .. 2^63 - 1")
         if not all(isinstance(text, str) and text for text in stop):
             raise PeagleError(f"stop is {self.stop!r}: every stop string needs at least one character")
+        if not _within(self.min_p, 0.0, 1.0):
+            raise PeagleError(f"min_p is {self.min_p!r}: it must be in 0 .. 1; 0 turns it off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not _within(getattr(self, name), -MAX_PENALTY, MAX_PENALTY):
+                limits = f"{-MAX_PENALTY:g} .. {MAX_PENALTY:g}"
+                raise PeagleError(f"{name} is {getattr(self, name)!r}: it must be in {limits}; 0 turns it off")
+        repetition = self.repetition_penalty
+        if not (_within(repetition, 0.0, MAX_REPETITION_PENALTY) and repetition > 0):
+            limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
+            raise PeagleError(f"repetition_penalty is {repetition!r}: it must be {limits}; 1 turns it off")
+        object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+
+    @property
+    def filtered(self) -> bool:
+        """Whether any of top-k, top-p and min-p is on."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits change before they are sampled: any penalty or bias is on."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or self.logit_bias is not None
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """PeagleError when `logit_bias` names a token that the target does not have."""
+        for token in self.logit_bias or ():
+            if token >= vocab_size:
+                raise PeagleError(f"logit_bias names token {token}: the target has tokens 0 .. {vocab_size - 1}")
+
+
+def _within(value: object, lowest: float, highest: float) -> bool:
+    """Whether `value` is a number in the range; NaN is in none."""
+    return isinstance(value, Real) and lowest <= float(value) <= highest
+
+
+def _read_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
+    """A copy with integer keys, which JSON can only write as strings; None where there is nothing to add."""
+    if bias is not None and not isinstance(bias, Mapping):
+        raise PeagleError(f"logit_bias is {bias!r}: give a mapping from token ids to numbers, such as {{50: -1.5}}")
+    read: dict[int, float] = {}
+    for token, value in (bias or {}).items():
+        if not str(token).isdecimal():
+            raise PeagleError(f"logit_bias has the key {token!r}: keys are token ids, 0 or more")
+        if not _within(value, -MAX_BIAS, MAX_BIAS):
+            raise PeagleError(f"logit_bias of token {token} is {value!r}: it must be in {-MAX_BIAS:g} .. {MAX_BIAS:g}")
+        read[int(token)] = float(value)
+    return read or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +127,8 @@ class RowSampling:
     top_p: Tensor  # float32
     seed: Tensor  # int64
     indices: Tensor  # int64
-    filtered: bool  # whether any row has top-k or top-p on, known on the host
+    filtered: bool  # whether any row has top-k, top-p or min-p on, known on the host
+    min_p: Tensor | None = None  # float32; None = off in all rows
 
 
 def _mix32(x: Tensor) -> Tensor:
@@ -95,18 +160,35 @@ def gumbel_noise(seeds_R: Tensor, indices_R: Tensor, token_ids_V: Tensor) -> Ten
     return uniform_noise(seeds_R, indices_R, token_ids_V).neg_().log1p_().neg_().log_().neg_()
 
 
-def filter_logits(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """Set logits outside top-k, then outside the top-p nucleus of what is left, to -inf. At least one always stays."""
-    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    outside_k = (rank_V[None] >= top_k_R[:, None]) & (top_k_R[:, None] > 0)
-    sorted_RV = sorted_RV.masked_fill(outside_k, -torch.inf)
-    probs_RV = sorted_RV.softmax(dim=-1)
-    mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-    outside_p = (mass_before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1.0)
-    outside_p[:, 0] = False
-    sorted_RV = sorted_RV.masked_fill(outside_p, -torch.inf)
-    return torch.empty_like(sorted_RV).scatter_(1, order_RV, sorted_RV)
+def filter_logits(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor | None = None) -> Tensor:
+    """Set logits, divided by the temperature, to -inf unless all three filters keep them.
+
+    min-p keeps a token whose probability is at least `min_p` times the highest; top-k one that fewer than k tokens are
+    strictly likelier than; top-p one such that the strictly likelier ones, of those the other two keep, have less than
+    `top_p` of the mass of all these. The likeliest always stays, and so does a NaN.
+    """
+    threshold_R = filter_threshold(scaled_RV, top_k_R, top_p_R, min_p_R)
+    return scaled_RV.masked_fill(scaled_RV < threshold_R[:, None], -torch.inf)
+
+
+def filter_threshold(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor | None = None) -> Tensor:
+    """The least logit that `filter_logits` keeps of each row, or less where it keeps all, float32 [R]."""
+    sorted_RV = scaled_RV.sort(dim=-1, descending=True).values
+    highest_R = sorted_RV[:, 0]
+    kth_R = sorted_RV.gather(1, (top_k_R - 1).clamp(0, sorted_RV.shape[1] - 1)[:, None])[:, 0]
+    floor_R = torch.maximum(torch.where(top_k_R > 0, kth_R, -torch.inf), min_p_floor(highest_R, min_p_R))
+    mass_RV = ((sorted_RV - highest_R[:, None]).exp() * MASS_UNIT).to(torch.int64)
+    mass_RV = mass_RV.masked_fill(sorted_RV < floor_R[:, None], 0)
+    likelier_RV = mass_RV.cumsum(dim=-1) - mass_RV
+    goal_R = top_p_R.double() * mass_RV.sum(dim=-1).double()
+    kept_R = (likelier_RV.double() < goal_R[:, None]).sum(dim=-1)
+    crossing_R = sorted_RV.gather(1, (kept_R - 1).clamp(min=0)[:, None])[:, 0]
+    return torch.maximum(floor_R, torch.where(top_p_R < 1.0, crossing_R, -torch.inf))
+
+
+def min_p_floor(highest_R: Tensor, min_p_R: Tensor | None) -> Tensor:
+    """The logit with `min_p` times the probability of the highest one; -inf where min-p is off."""
+    return torch.full_like(highest_R, -torch.inf) if min_p_R is None else highest_R + min_p_R.log()
 
 
 def sample_tokens(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tensor | None = None) -> Tensor:
@@ -121,7 +203,7 @@ def sample_tokens(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tens
     greedy_R = rows.temperature == 0
     scaled_RV = logits_RV / torch.where(greedy_R, 1.0, rows.temperature)[:, None]
     if rows.filtered:
-        scaled_RV = filter_logits(scaled_RV, rows.top_k, rows.top_p)
+        scaled_RV = filter_logits(scaled_RV, rows.top_k, rows.top_p, rows.min_p)
     if token_ids_V is None:
         token_ids_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     drawn_R = scaled_RV.add_(gumbel_noise(rows.seed, rows.indices, token_ids_V)).argmax(dim=-1)

@@ -26,7 +26,7 @@ def choose_speculation(
     *,
     speculative_config: str | None = None,
     head: str | None = None,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     disabled: bool = False,
 ) -> SpeculativeConfig | None:
     """The speculative config that the flags ask for; None means plain decoding.
@@ -50,4 +50,6 @@ def choose_speculation(
             raise PeagleError(f"--num-speculative-tokens needs a head and none ships for {model}: add --head DIR")
         return None
     k = DEFAULT_NUM_SPECULATIVE_TOKENS if num_speculative_tokens is None else num_speculative_tokens
+    if isinstance(k, str) and k.removeprefix("-").isdecimal():  # as a flag gives it; "auto" stays what it is
+        k = int(k)
     return SpeculativeConfig(model=str(chosen), num_speculative_tokens=k)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from peagle.bench.report import read_result
 from peagle.cli import app
-from peagle.config import PrepareConfig, SelfPromptConfig, TrainConfig
+from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
 from peagle.errors import PeagleError
@@ -21,7 +22,7 @@ from peagle.exits import explain, run
 from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
-VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "demo")
+VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "demo")
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
@@ -107,12 +108,36 @@ def test_help_without_a_verb():
 
 
 @pytest.mark.parametrize(
-    ("verb", "config"), [("self-prompts", SelfPromptConfig), ("prepare", PrepareConfig), ("train", TrainConfig)]
+    ("verb", "config"),
+    [
+        ("self-prompts", SelfPromptConfig),
+        ("prepare", PrepareConfig),
+        ("train", TrainConfig),
+        ("profile", ProfileConfig),
+    ],
 )
 def test_every_setting_has_a_flag(verb, config):
     text = peagle(verb, "--help", COLUMNS="200").stdout
     for field in fields(config):
         assert "--" + field.name.replace("_", "-") in text
+
+
+def test_the_engines_flags_have_vllms_names(monkeypatch):
+    built = []
+    monkeypatch.setattr("peagle.cli._load", lambda model, speculation, config: built.append((speculation, config)))
+    monkeypatch.setattr("peagle.chat.run_chat", lambda llm, params: None)
+    assert run(app, ["chat", "m"]) == 0
+    line = (
+        "chat m --head d --num-speculative-tokens auto --gpu-memory-utilization 0.5 --max-num-seqs 2 --block-size 32 "
+        "--max-num-batched-tokens 64 --max-model-len 128 --no-enable-prefix-caching --enforce-eager --kernels torch"
+    )
+    assert run(app, line.split()) == 0
+    assert built[0] == (None, EngineConfig())
+    assert built[1][0].is_auto
+    assert built[1][1] == EngineConfig(
+        gpu_memory_utilization=0.5, max_num_seqs=2, block_size=32, max_num_batched_tokens=64, max_model_len=128,
+        enable_prefix_caching=False, graphs=False, kernels="torch",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -135,6 +160,8 @@ def test_every_setting_has_a_flag(verb, config):
         (("generate", "m", "--prompt", "a", "--head", "d", "--num-speculative-tokens", "0"), "from 1 to 16"),
         (("generate", "m", "--prompt", "a", "--num-speculative-tokens", "3"), "add --head DIR"),
         (("generate", "m", "--prompt", "a", "--temperature", "-1"), "temperature is -1.0"),
+        (("generate", "m", "--prompt", "a", "--min-p", "nan"), "min_p is nan"),
+        (("generate", "m", "--prompt", "a", "--repetition-penalty", "0"), "repetition_penalty is 0.0"),
         (("generate", "m", "--prompt", "a", "--dtype", "int3"), "dtype 'int3' is not supported"),
         (("generate", "no-such-model", "--prompt", "a"), "model 'no-such-model' not found"),
         (("chat", "no-such-model", "--top-p", "0"), "top_p is 0.0"),
@@ -146,6 +173,8 @@ def test_every_setting_has_a_flag(verb, config):
         (("train", "m", "--data", "d", "--out", "o", "--resume"), "o holds no checkpoint to go on from"),
         (("train", "no-such-model", "--data", "no-such-data", "--out", "o"), "no-such"),
         (("prepare", "no-such-model", "--prompts", "missing.jsonl", "--out", "o"), "missing.jsonl"),
+        (("profile", "m", "--steps", "0"), "steps is 0"),
+        (("profile", "m", "--load-format", "fast"), "load_format 'fast' is not known"),
         (("self-prompts", "m", "--out", "o.jsonl"), "Missing option '--count'"),
         (("self-prompts", "m", "--out", "o.jsonl", "--count", "0"), "count is 0"),
         (("self-prompts", "m", "--out", "o.jsonl", "--count", "1", "--temperature", "0"), "temperature is 0"),
@@ -280,6 +309,32 @@ def test_inspect_and_export(tiny, capsys, tmp_path):
     capsys.readouterr()
     (tmp_path / "file").write_text("")
     fails(capsys, "export", head, "--out", tmp_path / "file" / "below")
+
+
+def test_profile(tiny, capsys, tmp_path):
+    model, head, _ = tiny
+    out, trace = tmp_path / "profile-tiny.json", tmp_path / "trace.json"
+    common = ["profile", str(model), "--head", str(head), "--num-speculative-tokens", "3", "--prompt-tokens", "16"]
+    settings = ["--concurrency", "2", "--steps", "3", "--device", "cpu", "--out", str(out), "--trace", str(trace)]
+    assert run(app, [*common, *settings]) == 0
+    said = capsys.readouterr().out
+    assert "P-EAGLE K = 3, 2 at once, cpu" in said
+    assert "matmul" in said
+    result = read_result(out)
+    summary = result["results"]["summary"]
+    assert (summary["on_gpu"], summary["profiled_steps"]) == (False, 3)
+    assert summary["ms_per_step"] > 0
+    assert sum(row["share"] for row in result["results"]["rows"]) == pytest.approx(1, abs=0.01)
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "context is 256: lower --steps" in fails(capsys, *common, "--steps", "200")
+
+
+def test_profile_of_random_weights(capsys, tmp_path):
+    config = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["--load-format", "dummy", "--steps", "2", "--prompt-tokens", "8", "--device", "cpu"]
+    assert run(app, ["profile", str(tmp_path), *arguments]) == 0
+    assert "no drafts, 1 at once, cpu" in capsys.readouterr().out
 
 
 def test_ctrl_c_leaves_the_chat_with_status_130(tiny):

@@ -1,5 +1,7 @@
 """The sampling rule: its noise, its filters, its law."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,6 +67,58 @@ def test_top_k_and_top_p_keep_what_they_should():
     assert keep(0, 1.0) == [True] * 5
 
 
+def test_min_p_keeps_a_share_of_the_likeliest_and_comes_before_the_nucleus():
+    logits = torch.log(torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]]))
+    keep = lambda min_p, k, p: (  # noqa: E731
+        filter_logits(logits, torch.tensor([k]), torch.tensor([p]), torch.tensor([min_p])).isfinite()[0].tolist()
+    )
+    assert keep(0.0, 0, 1.0) == [True] * 5
+    assert keep(0.3, 0, 1.0) == [False, True, True, True, False]  # .12 and more
+    assert keep(1.0, 0, 1.0) == [False, True, False, False, False]
+    assert keep(0.3, 2, 1.0) == [False, True, False, True, False]
+    assert keep(0.0, 0, 0.55) == [False, True, False, True, False]
+    assert keep(0.5, 0, 0.55) == [False, True, False, False, False]  # .4 is .57 of what min-p leaves
+
+
+def test_equal_logits_stay_or_go_together():
+    """The filters look at values: of ties at the edge all stay, wherever in the vocabulary they are."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0, 3.0, 2.0, -0.0]])
+    off, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    kept = lambda k, p: filter_logits(logits, k, p).isfinite()[0].tolist()  # noqa: E731
+    threes, twos = [x >= 3 for x in logits[0].tolist()], [x >= 2 for x in logits[0].tolist()]
+    assert kept(zero + 1, off) == kept(zero + 2, off) == kept(zero, off * 0.1) == threes
+    assert kept(zero + 3, off) == kept(zero + 5, off) == kept(zero, off * 0.7) == twos
+    assert kept(zero + 7, off) == [True] * 8  # both zeros are one value
+
+
+def kept_by_hand(logits: list[float], top_k: int, top_p: float, min_p: float) -> list[bool]:
+    """The rule of `filter_logits`, token by token and in float64."""
+    weights = [math.exp(x - max(logits)) for x in logits]
+    stays = [w >= min_p and (top_k == 0 or sum(x > y for x in logits) < top_k) for w, y in zip(weights, logits)]
+    total = sum(w for w, stay in zip(weights, stays) if stay)
+    return [
+        stay and (top_p == 1.0 or sum(w for w, x, ok in zip(weights, logits, stays) if ok and x > y) < top_p * total)
+        for stay, y in zip(stays, logits)
+    ]
+
+
+@given(
+    st.lists(st.integers(-40, 40), min_size=1, max_size=30), st.integers(0, 32), st.floats(0.013, 1.0),
+    st.sampled_from((0.0, 0.013, 0.11, 0.47, 1.0)),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_filters_keep_what_the_rule_says(quarters: list[int], top_k: int, top_p: float, min_p: float):
+    logits, top_p = [x / 4 for x in quarters], round(top_p, 3) + (1e-4 if top_p < 0.999 else 0)  # off any edge
+    got = filter_logits(torch.tensor([logits]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    assert got[0].isfinite().tolist() == kept_by_hand(logits, top_k, top_p, min_p)
+
+
+def test_filters_leave_rows_with_nan_and_infinity_their_winner():
+    logits = torch.tensor([[0.0, torch.nan, 5.0, torch.nan], [0.0, 9.0, torch.inf, torch.inf], [-torch.inf] * 4])
+    for options in ({"top_k": 1}, {"top_p": 0.3}, {"top_k": 2, "top_p": 0.9}):
+        assert sample_tokens(logits, rows(3, **options)).tolist() == [1, 2, 0]
+
+
 def test_greedy_and_sampled_rows_mix():
     logits = torch.randn(2, 50)
     mixed = RowSampling(
@@ -90,12 +144,36 @@ def test_spellings_that_vllm_takes_mean_the_same():
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     assert SamplingParams(temperature=1e-39).temperature == 0.0
+    assert SamplingParams(logit_bias={"50": 2, 7: -100}).logit_bias == {50: 2.0, 7: -100.0}
+    assert SamplingParams(logit_bias={}) == SamplingParams()
+
+
+def test_what_a_request_needs():
+    plain = SamplingParams()
+    assert not plain.filtered
+    assert not plain.penalised
+    assert all(SamplingParams(**on).filtered for on in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    assert all(SamplingParams(**{name: 0.5}).penalised for name in penalties)
+    assert SamplingParams(logit_bias={0: 1.0}).penalised
+
+
+def test_bias_of_a_token_that_is_not_there():
+    SamplingParams(logit_bias={99: 1.0}).check_vocabulary(100)
+    SamplingParams().check_vocabulary(1)
+    with pytest.raises(PeagleError, match=r"logit_bias names token 100: the target has tokens 0 \.\. 99"):
+        SamplingParams(logit_bias={3: 1.0, 100: 1.0}).check_vocabulary(100)
 
 
 @pytest.mark.parametrize(
     "bad", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1},
             {"top_k": -2}, {"top_k": 10**20}, {"seed": -1}, {"stop": ("",)}, {"stop": (5,)}, {"temperature": 1e300},
-            {"max_tokens": None}],
+            {"max_tokens": None}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"min_p": None},
+            {"presence_penalty": 2.1}, {"presence_penalty": float("nan")}, {"frequency_penalty": -2.1},
+            {"frequency_penalty": "1"}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0},
+            {"repetition_penalty": 10.5}, {"repetition_penalty": float("nan")}, {"logit_bias": {-1: 1.0}},
+            {"logit_bias": {"a": 1.0}}, {"logit_bias": {1.5: 1.0}}, {"logit_bias": {1: 100.5}},
+            {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: None}}, {"logit_bias": [1, 2]}, {"logit_bias": 5}],
 )  # fmt: skip
 def test_bad_parameters_are_named(bad: dict):
     with pytest.raises(PeagleError, match=next(iter(bad))):

@@ -195,6 +195,66 @@ def _peer_figures(row: Json) -> tuple[str, ...]:
     )
 
 
+def _engine_speed(rows: Sequence[Json]) -> str:
+    """A line per engine, a pair of columns per concurrency: ms of a step and tokens per second."""
+    at_once = sorted({row["concurrency"] for row in rows})
+    lines: dict[tuple[str, ...], dict[int, Json]] = {}
+    for row in rows:
+        lines.setdefault(_engine(row), {})[row["concurrency"]] = row
+    header = ("shape", "method", "K", "AL", *(f"c={c}: ms a step, tok/s" for c in at_once), "GPU busy", "x floor")
+    return markdown_table(
+        header,
+        [
+            (
+                *engine,
+                *(_step_and_speed(of.get(concurrency)) for concurrency in at_once),
+                " ".join(_share(of.get(concurrency), "gpu_busy_share") for concurrency in at_once),
+                " ".join(_times(of.get(concurrency), "times_floor") for concurrency in at_once),
+            )
+            for engine, of in lines.items()
+        ],
+    )
+
+
+def _engine(row: Json) -> tuple[str, ...]:
+    note = " (equal AL)" if row["acceptance"] == "equal" else ""
+    drafts = str(row["num_speculative_tokens"] or "")
+    # By chance the length is set, and the same at every concurrency; a head's own differs a little.
+    length = "as measured" if row["acceptance"] == "real" and drafts else f"{row['acceptance_length']:.2f}"
+    return (row["shape"], row["method"] + note, drafts, length)
+
+
+def _step_and_speed(row: Json | None) -> str:
+    if row is None:
+        return ""
+    real = row["acceptance"] == "real" and row["num_speculative_tokens"]
+    length = f", AL {row['acceptance_length']:.2f}" if real else ""
+    return f"{row['ms_per_step']:.2f}, **{row['tokens_per_second']:,.0f}**{length}"
+
+
+def _share(row: Json | None, key: str) -> str:
+    return "–" if row is None or row[key] is None else f"{100 * row[key]:.0f} %"
+
+
+def _times(row: Json | None, key: str) -> str:
+    return "–" if row is None or row[key] is None else f"{row[key]:.1f}"
+
+
+def _profile(rows: Sequence[Json]) -> str:
+    return markdown_table(
+        ("part of a step", "calls", "ms", "share"),
+        [
+            (
+                row["group"],
+                f"{row['calls_per_step']:.0f}",
+                f"{row['ms_per_step']:.3f}",
+                f"{100 * row['share']:.0f} %",
+            )
+            for row in rows
+        ],
+    )
+
+
 _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
     {
         "acceptance-": _acceptance,
@@ -204,6 +264,9 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "train-curve": _curve,
         "training-memory-": _training_memory,
         "training-speed-": _training_speed,
+        "engine-speed-": _engine_speed,
+        "peer-vllm-": _engine_speed,  # before any shorter beginning
+        "profile-": _profile,
         "peer-": _peer,
     }
 )

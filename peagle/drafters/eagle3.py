@@ -6,6 +6,7 @@ drafter's own residual stream of the row before. Used by training and serving al
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,14 @@ class DrafterConfig:
         return "P-EAGLE" if self.parallel else "EAGLE-3"
 
 
+class SampledRows(NamedTuple):
+    """The rows of a pass whose output is used, and the last layer's attention: it gets the keys and values of all rows
+    and the queries of these."""
+
+    rows_U: Tensor
+    attend: Attend
+
+
 class FusionLayer(nn.Module):
     """Layer 0: attention reads [norm(embedding) ; norm(feature)], the residual stream carries the feature."""
 
@@ -103,12 +112,53 @@ class FusionLayer(nn.Module):
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size)
 
     def forward(
-        self, embeds_RH: Tensor, features_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend
+        self,
+        embeds_RH: Tensor,
+        features_RH: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        attend: Attend,
+        rows_U: Tensor | None = None,
     ) -> Tensor:
+        """The stream after this layer [R, H]; with `rows_U`, that of these rows [U, H], as in `Attention`."""
+        residual_RH, fused = self._fuse(embeds_RH, features_RH)
+        if rows_U is not None:
+            residual_RH = residual_RH[rows_U]
+        if self.mlp.fuses(residual_RH) and self.self_attn.fuses():
+            x_RH = self.self_attn.add(fused, None, residual_RH, cos_R1D, sin_R1D, attend, rows_U)
+            return self.mlp.add(x_RH, self.post_attention_layernorm)
+        return self._finish(residual_RH, self.self_attn(fused, cos_R1D, sin_R1D, attend, rows_U))
+
+    def project(self, embeds_RH: Tensor, features_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """All that does not depend on where a row stands: its residual stream [R, H] and its merged projections."""
+        residual_RH, fused = self._fuse(embeds_RH, features_RH)
+        return residual_RH, self.self_attn.qkv_proj(fused)
+
+    def of_projected(
+        self,
+        residual_RH: Tensor,
+        qkv_RA: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        attend: Attend,
+        rows_U: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` of what `project` made; the projections may be overwritten.
+
+        With `rows_U`, the residual is that of these rows.
+        """
+        if self.mlp.fuses(residual_RH) and self.self_attn.fuses():
+            x_RH = self.self_attn.add_projected(qkv_RA, residual_RH, cos_R1D, sin_R1D, attend, rows_U)
+            return self.mlp.add(x_RH, self.post_attention_layernorm)
+        return self._finish(residual_RH, self.self_attn.of_projected(qkv_RA, cos_R1D, sin_R1D, attend, rows_U))
+
+    def _fuse(self, embeds_RH: Tensor, features_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what the projections read."""
         normed_RH = self.hidden_norm(features_RH)
         residual_RH = normed_RH if self.norm_before_residual else features_RH
-        fused = torch.cat((self.input_layernorm(embeds_RH), normed_RH), dim=-1)
-        attended_RH = self.self_attn(fused, cos_R1D, sin_R1D, attend)
+        return residual_RH, torch.cat((self.input_layernorm(embeds_RH), normed_RH), dim=-1)
+
+    def _finish(self, residual_RH: Tensor, attended_RH: Tensor) -> Tensor:
         x_RH, normed_RH = self.post_attention_layernorm.add(residual_RH, attended_RH)
         return x_RH + self.mlp(normed_RH)
 
@@ -143,16 +193,50 @@ class Eagle3Drafter(nn.Module):
         """Project concatenated taps [R, C] to features [R, H]: the input norm, if the head has one, then fc."""
         return self.fc(taps_RC if self.input_norm is None else self.input_norm(taps_RC))
 
-    def stream(self, embeds_RH: Tensor, features_RH: Tensor, positions_R: Tensor, attend: Attend) -> Tensor:
+    def stream(
+        self,
+        embeds_RH: Tensor,
+        features_RH: Tensor,
+        positions_R: Tensor,
+        attend: Attend,
+        sampled: SampledRows | None = None,
+    ) -> Tensor:
         """The residual stream after the last layer [R, H], before the final norm: the feature of an EAGLE-3 head's
-        next row."""
+        next row. With `sampled`, that of these rows only, [U, H]."""
         cos, sin = self.rope(positions_R, features_RH.dtype)
-        x_RH = self._run(self.fusion, embeds_RH, features_RH, cos, sin, attend)
-        for layer in self.layers:
-            x_RH = self._run(layer, x_RH, cos, sin, attend)
+        x_RH = self._run(self.fusion, embeds_RH, features_RH, cos, sin, *self._asked(0, attend, sampled))
+        return self._plain_layers(x_RH, cos, sin, attend, sampled)
+
+    def stream_of_projected(
+        self,
+        residual_RH: Tensor,
+        qkv_RA: Tensor,
+        positions_R: Tensor,
+        attend: Attend,
+        sampled: SampledRows | None = None,
+    ) -> Tensor:
+        """`stream` of rows that went through `FusionLayer.project`; the projections may be overwritten.
+
+        Of a head of one layer, the residual is that of the rows it returns.
+        """
+        cos, sin = self.rope(positions_R, qkv_RA.dtype)
+        x_RH = self.fusion.of_projected(residual_RH, qkv_RA, cos, sin, *self._asked(0, attend, sampled))
+        return self._plain_layers(x_RH, cos, sin, attend, sampled)
+
+    def _plain_layers(
+        self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, sampled: SampledRows | None
+    ) -> Tensor:
+        for i, layer in enumerate(self.layers, start=1):
+            x_RH = self._run(layer, x_RH, cos_R1D, sin_R1D, *self._asked(i, attend, sampled))
         return x_RH
 
-    def _run(self, layer: nn.Module, *inputs: Tensor | Attend) -> Tensor:
+    def _asked(self, layer: int, attend: Attend, sampled: SampledRows | None) -> tuple[Attend, Tensor | None]:
+        """The attention of a layer, and the rows it is asked for; None: all of them."""
+        if sampled is None or layer < self.config.num_layers - 1:
+            return attend, None
+        return sampled.attend, sampled.rows_U
+
+    def _run(self, layer: nn.Module, *inputs: Tensor | Attend | None) -> Tensor:
         if self.checkpoint_activations and torch.is_grad_enabled():
             # No layer draws random numbers, and a GPU's random state cannot be read while a graph is captured.
             return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""The batch of a step: per-request state on the host, the rows collected from it, and their one way to the device.
+"""The rows of a step's two passes, on the device: prompt chunks, ragged, and verification, K + 1 rows a request.
 
 Suffixes: B requests, T target rows, K drafts, N blocks of a table.
 """
@@ -11,98 +11,112 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.engine.scheduler import Scheduled
-
-
-class Slots:
-    """Per-request state that outlives a step, one row per slot, on the host."""
-
-    def __init__(self, max_num_seqs: int, num_drafts: int, max_blocks: int) -> None:
-        self.drafts = np.zeros((max_num_seqs, num_drafts), dtype=np.int64)
-        self.last_token = np.zeros(max_num_seqs, dtype=np.int64)
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self.seed = np.zeros(max_num_seqs, dtype=np.int64)
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+from peagle.engine.scheduler import Chunk
+from peagle.engine.slots import SlotState
+from peagle.engine.transfer import to_device
+from peagle.kernels.draft_layout import kv_slots
+from peagle.kernels.verify_rows import verify_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The host arrays of one step."""
+class HostShape:
+    """What plans of attention need from the host: rows of each request, and the most keys any of them can see."""
 
-    slot_B: np.ndarray
-    first_B: np.ndarray  # position of each request's first row
-    rows_B: np.ndarray  # rows per request
-    start_B1: np.ndarray  # first row of each request, and the total
-    decode_B: np.ndarray  # bool
-    ids_T: np.ndarray
-    drafts_BK: np.ndarray  # -1 for prompts
-    next_prompt_B: np.ndarray  # the prompt token after the chunk, -1 where the next token is sampled
-    tables_BN: np.ndarray  # block tables
+    rows_B: np.ndarray
+    most_keys_B: np.ndarray
+    tables_BN: np.ndarray
+
+    def extended(self, rows: int) -> "HostShape":
+        """The same requests with `rows` more rows each."""
+        return HostShape(self.rows_B + rows, self.most_keys_B + rows, self.tables_BN)
+
+    def sampled(self, rows: int) -> "HostShape":
+        """`rows` rows of each request, over the same keys."""
+        return HostShape(np.full_like(self.rows_B, rows), self.most_keys_B, self.tables_BN)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Target rows of B requests, flat in request order."""
+
+    slot_B: Tensor
+    ids_T: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor  # -1: nothing is written
+    last_keys_T: Tensor  # the last key a row sees: its own, or the last there is
+    start_B1: Tensor  # first row of each request, and the total
+    first_B: Tensor  # position of each request's first row
+    tables_BN: Tensor
+    drafts_BK: Tensor  # what the rows after the first verify; K is 0 for prompts
+    next_prompt_B: Tensor | None  # the prompt token after a chunk, -1 where it is sampled; None when verifying
+    rows_per_request: int | None  # None: ragged
+    host: HostShape | None  # None: plans must do without, as in a CUDA graph
 
     @property
-    def num_drafts(self) -> int:
-        """K; 0 where the step decodes plainly."""
-        return self.drafts_BK.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """What the parts of one step share on the device: a batch, and where each of its rows belongs."""
-
-    ids_T: Tensor
-    request_T: Tensor
-    positions_T: Tensor
-    start_B1: Tensor
-    first_B: Tensor
-    decode_B: Tensor  # bool
-    next_prompt_B: Tensor
-    drafts_BK: Tensor
-    tables_BN: Tensor
+    def batch(self) -> int:
+        """B."""
+        return self.slot_B.shape[0]
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Self:
-        """Move a batch to the device, all of it in one transfer."""
-        request_T = np.repeat(np.arange(len(batch.rows_B)), batch.rows_B)
-        positions_T = (batch.first_B - batch.start_B1[:-1])[request_T] + np.arange(len(request_T))
-        b = batch
-        rows = (b.ids_T, request_T, positions_T)
-        requests = (b.start_B1, b.first_B, b.decode_B, b.next_prompt_B, b.drafts_BK, b.tables_BN)
-        ids, request, positions, start, first, decode, *others = to_device((*rows, *requests), device)
-        return cls(ids, request, positions, start, first, decode.bool(), *others)
+    def to_verify(
+        cls,
+        state: SlotState,
+        slot_B: Tensor,
+        num_drafts: int,
+        block_size: int,
+        max_model_len: int,
+        host: HostShape | None,
+        backend: str,
+    ) -> Self:
+        """Last token and drafts of each slot, at the positions where the device stands; slot -1 is padding."""
+        r = verify_rows(
+            state.last_token, state.num_computed, state.drafts, state.tables, slot_B,
+            num_drafts=num_drafts, block_size=block_size, max_model_len=max_model_len, backend=backend,
+        )  # fmt: skip
+        width = num_drafts + 1
+        start_B1 = torch.arange(0, (len(slot_B) + 1) * width, width, device=slot_B.device)
+        return cls(
+            slot_B=slot_B,
+            ids_T=r.ids_T,
+            positions_T=r.positions_T,
+            kv_slots_T=r.slots_T,
+            last_keys_T=r.last_keys_T,
+            start_B1=start_B1,
+            first_B=r.first_B,
+            tables_BN=r.tables_BN,
+            drafts_BK=r.drafts_BK,
+            next_prompt_B=None,
+            rows_per_request=width,
+            host=host,
+        )
 
-
-def build_batch(scheduled: list[Scheduled], slots: Slots, num_drafts: int) -> Batch:
-    """Collect the rows of the scheduled requests; decodes come before prompts."""
-    slot_B = np.array([s.request.slot for s in scheduled], dtype=np.int64)
-    rows_B = np.array([s.num_rows for s in scheduled], dtype=np.int64)
-    decode_B = np.array([s.is_decode for s in scheduled], dtype=bool)
-    decode_slots = slot_B[decode_B]
-    decode_ids = np.concatenate((slots.last_token[decode_slots, None], slots.drafts[decode_slots, :num_drafts]), axis=1)
-    ids: list[np.ndarray] = [decode_ids.ravel()]
-    next_prompt_B = np.full(len(scheduled), -1, dtype=np.int64)
-    for i, s in enumerate(scheduled):
-        if not s.is_decode:
-            prompt, end = s.request.prompt_ids, s.request.num_computed + s.num_rows
-            ids.append(np.array(prompt[s.request.num_computed : end], dtype=np.int64))
-            if end < len(prompt):
-                next_prompt_B[i] = prompt[end]
-    return Batch(
-        slot_B=slot_B,
-        first_B=np.array([s.request.num_computed for s in scheduled], dtype=np.int64),
-        rows_B=rows_B,
-        start_B1=np.concatenate(([0], np.cumsum(rows_B))),
-        decode_B=decode_B,
-        ids_T=np.concatenate(ids),
-        drafts_BK=np.where(decode_B[:, None], slots.drafts[slot_B, :num_drafts], -1),
-        next_prompt_B=next_prompt_B,
-        tables_BN=slots.block_tables[slot_B],
-    )
-
-
-def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Integer arrays as int64 tensors of the same shapes, in one transfer."""
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64)).to(device)
-    parts = packed.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    @classmethod
+    def of_prompts(
+        cls, chunks: Sequence[Chunk], state: SlotState, block_size: int, max_model_len: int, backend: str
+    ) -> Self:
+        """Chunks of prompts; what follows each chunk's last token is known unless the chunk is the last."""
+        slot_B = np.array([c.request.slot for c in chunks])
+        first_B = np.array([c.first for c in chunks])
+        rows_B = np.array([c.num_rows for c in chunks])
+        start_B1 = np.concatenate(([0], np.cumsum(rows_B)))
+        ids = [np.array(c.request.token_ids[c.first : c.first + c.num_rows]) for c in chunks]
+        next_B = np.array([-1 if c.is_last else c.request.token_ids[c.first + c.num_rows] for c in chunks])
+        request_T = np.repeat(np.arange(len(chunks)), rows_B)
+        positions_T = (first_B - start_B1[:-1])[request_T] + np.arange(len(request_T))
+        arrays = (slot_B, np.concatenate(ids), request_T, positions_T, start_B1, first_B, next_B)
+        slot, ids_T, request, positions, start, first, next_prompt = to_device(arrays, state.tables.device)
+        tables_BN = state.tables[slot]
+        return cls(
+            slot_B=slot,
+            ids_T=ids_T,
+            positions_T=positions,
+            kv_slots_T=kv_slots(tables_BN, request, positions, block_size, max_model_len, backend=backend),
+            last_keys_T=positions,
+            start_B1=start,
+            first_B=first,
+            tables_BN=tables_BN,
+            drafts_BK=slot.new_empty((len(chunks), 0)),
+            next_prompt_B=next_prompt,
+            rows_per_request=None,
+            host=HostShape(rows_B, first_B + rows_B, state.host_tables[slot_B]),
+        )

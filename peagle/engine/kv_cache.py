@@ -1,6 +1,7 @@
 """Paged KV cache: target and drafter keep separate tensors but share blocks, so one block table serves both."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from peagle.errors import PeagleError
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import AttentionPlan, paged_attention
-from peagle.models.layers import Attend
+from peagle.kernels.rope import HeadNorms
+from peagle.kernels.rope_write import rope_write
 
 
 class BlockPool:
@@ -54,8 +56,8 @@ class PagedCache:
         windows: Sequence[int | None] | None = None,
         kernels: str = "torch",
     ) -> None:
-        self._kernels = kernels
-        self._windows = (None,) * layers if windows is None else tuple(windows)
+        self.kernels = kernels
+        self.windows = (None,) * layers if windows is None else tuple(windows)
         shape = (layers, kv_heads, num_slots + 1, head_dim)
         try:
             # Not zeroed: no slot is read before it is written, and untouched pages cost the host no memory.
@@ -72,11 +74,36 @@ class PagedCache:
         """Bytes one token takes."""
         return 2 * layers * kv_heads * head_dim * dtype.itemsize
 
-    def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> Attend:
+    def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> "PagedAttend":
         """An `Attend` that first writes the new rows' keys and values, then attends over the cache."""
 
-        def attend(layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
-            kv_write(self.keys[layer], self.values[layer], slots_R, k_RMD, v_RMD, backend=self._kernels)
-            return paged_attention(q_RND, self.keys[layer], self.values[layer], limit_R, plan, self._windows[layer])
+        return PagedAttend(self, slots_R, limit_R, plan)
 
-        return attend
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """What `PagedCache.attend` makes, for one pass; also a `CachedAttend`."""
+
+    cache: PagedCache
+    slots_R: Tensor
+    limit_R: Tensor
+    plan: AttentionPlan
+
+    def __call__(self, layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
+        c = self.cache
+        kv_write(c.keys[layer], c.values[layer], self.slots_R, k_RMD, v_RMD, backend=c.kernels)
+        return self.read(layer, q_RND)
+
+    def write_rope(
+        self, layer: int, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, heads: int, norms: HeadNorms | None
+    ) -> Tensor:
+        """Write the rows' rotated keys and their values; return their rotated queries, [R, N, D]."""
+        c = self.cache
+        return rope_write(
+            qkv_RA, cos_R1D, sin_R1D, heads, c.keys[layer], c.values[layer], self.slots_R, norms, backend=c.kernels
+        )
+
+    def read(self, layer: int, q_RND: Tensor) -> Tensor:
+        """Attend over the cache."""
+        c = self.cache
+        return paged_attention(q_RND, c.keys[layer], c.values[layer], self.limit_R, self.plan, c.windows[layer])

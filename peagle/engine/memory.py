@@ -1,6 +1,8 @@
-"""How many KV cache blocks to allocate."""
+"""How many KV cache blocks there is memory for: what the device has, less what everything else takes."""
 
 import os
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -10,33 +12,211 @@ from peagle.engine.kv_cache import PagedCache
 from peagle.errors import PeagleError
 from peagle.models.spec import ModelSpec
 
-_SHARE_OF_FREE_CUDA = 0.5  # the rest is for activations: logits and gathered keys of large batches
 _SHARE_OF_HOST = 0.25
+_SAFETY = 1.2  # on shapes: blocks that an allocator rounds up, temporaries of single operations
+_WORKSPACE = 512 * 2**20  # of matrix libraries and of attention that splits its keys
+# Per logit, beside the logit itself: a float32 copy with penalties; in torch also what noise and filters take.
+_SAMPLING_BYTES = {"triton": 4, "torch": 36}
+_GRAPH_BYTES_PER_LAYER = 128 * 2**10  # of one captured graph: some sixteen kernels with their parameters
 
 
-def num_kv_blocks(
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device, and those that nobody uses: measure it once the weights are loaded."""
+
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """What there is now. A host counts as empty: its memory can be had from others."""
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what this process keeps but does not use is free
+            free, total = torch.cuda.mem_get_info(device)
+            return cls(total, free)
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return cls(total, total)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """Where the memory goes, in bytes. `num_blocks` are those that requests can have: the cache holds one more, the
+    null block. `max_model_len` is the asked or the target's own, lowered to what the cache holds if it was not asked.
+    """
+
+    total: int
+    budget: int  # that may be in use once the engine stands
+    in_use: int  # before the KV cache: weights, and whatever other processes hold
+    activations: int
+    graphs: int
+    kv_bytes_per_token: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    context: int  # max_model_len before it was lowered
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the whole cache, target's and drafter's."""
+        return (self.num_blocks + 1) * self.block_size * self.kv_bytes_per_token
+
+    def describe(self) -> str:
+        """One line for a log."""
+        lowered = f"; max_model_len lowered from {self.context:,}" if self.max_model_len < self.context else ""
+        return (
+            f"KV cache of {self.num_tokens:,} tokens ({self.num_blocks:,} blocks, {_gib(self.kv_bytes)}, "
+            f"{self.kv_bytes_per_token / 1024:.1f} KiB a token) beside {_gib(self.in_use)} in use, "
+            f"{_gib(self.activations)} for activations and {_gib(self.graphs)} for graphs, of {_gib(self.budget)} out "
+            f"of {_gib(self.total)}; requests of up to {self.max_model_len:,} tokens{lowered}"
+        )
+
+
+def plan_memory(
     config: EngineConfig,
-    max_model_len: int,
     spec: ModelSpec,
     drafter: DrafterConfig | None,
+    num_drafts: int,
+    *,
     dtype: torch.dtype,
     device: torch.device,
-) -> int:
-    """Enough for `max_num_seqs` full-length requests, or what a share of the free memory holds if that is less."""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    per_slot = PagedCache.bytes_per_slot(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+    num_graphs: int = 64,
+    memory: DeviceMemory | None = None,
+) -> MemoryReport:
+    """Blocks for `max_num_seqs` full-length requests, or as many as fit if that is less.
+
+    Call it after the weights are loaded and before the caches are made; `num_drafts` is the largest K, `num_graphs` how
+    many steps may be captured, `memory` stands in for the device's in tests. Raises PeagleError with the remedy when no
+    block fits, or fewer tokens than a `max_model_len` that was asked for.
+    """
+    memory = DeviceMemory.of(device) if memory is None else memory
+    on_gpu = device.type == "cuda"
+    context = config.max_model_len or spec.max_position_embeddings
+    per_token = PagedCache.bytes_per_slot(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
     if drafter is not None:
-        per_slot += PagedCache.bytes_per_slot(drafter.num_layers, drafter.num_kv_heads, drafter.head_dim, dtype)
-    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-    budget = _memory_budget(device)
-    affordable = int(budget // (per_slot * config.block_size))
-    if affordable < 1:
-        raise PeagleError(f"{budget / 2**20:.0f} MiB of memory for the KV cache hold no block: free memory first")
-    return min(wanted, affordable)
+        per_token += PagedCache.bytes_per_slot(drafter.num_layers, drafter.num_kv_heads, drafter.head_dim, dtype)
+    budget = int(memory.total * (config.gpu_memory_utilization if on_gpu else _SHARE_OF_HOST))
+    in_use = memory.total - memory.free
+    activations = activation_bytes(spec, drafter, config, num_drafts, dtype) if on_gpu else 0
+    graphs = graph_bytes(spec, drafter, config, num_drafts, dtype, num_graphs) if on_gpu and config.graphs else 0
+    wanted = config.max_num_seqs * -(-context // config.block_size)
+    room = budget - in_use - activations - graphs
+    blocks = config.num_kv_blocks
+    if blocks is None:
+        blocks = min(wanted, room // (per_token * config.block_size) - 1)
+    report = MemoryReport(
+        total=memory.total,
+        budget=budget,
+        in_use=in_use,
+        activations=activations,
+        graphs=graphs,
+        kv_bytes_per_token=per_token,
+        num_blocks=blocks,
+        block_size=config.block_size,
+        max_model_len=min(context, max(blocks, 0) * config.block_size),
+        context=context,
+    )
+    _check_fits(report, config, on_gpu=on_gpu)
+    return report
 
 
-def _memory_budget(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * _SHARE_OF_FREE_CUDA
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_HOST
+def activation_bytes(
+    spec: ModelSpec, drafter: DrafterConfig | None, config: EngineConfig, num_drafts: int, dtype: torch.dtype
+) -> int:
+    """Most memory that a step takes beside weights and caches: a pass over prompts or a decode step, whichever is
+    larger, with a margin."""
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    prompts = min(seqs, tokens)  # whose chunks end in the pass
+    prefill = _step_bytes(spec, drafter, config, num_drafts, dtype, tokens, prompts, prompts)
+    return int(_SAFETY * max(prefill, _decode_bytes(spec, drafter, config, num_drafts, dtype))) + _WORKSPACE
+
+
+def graph_bytes(
+    spec: ModelSpec,
+    drafter: DrafterConfig | None,
+    config: EngineConfig,
+    num_drafts: int,
+    dtype: torch.dtype,
+    num_graphs: int,
+) -> int:
+    """Memory of captured decode steps. Their activations lie in a pool that only graphs use and all of them share, as
+    large as the largest step takes; each graph adds its kernels' parameters."""
+    passes = 0 if drafter is None else 1 if drafter.parallel else num_drafts
+    layers = spec.num_layers + passes * (drafter.num_layers if drafter else 0)
+    own = num_graphs * layers * _GRAPH_BYTES_PER_LAYER
+    return int(_SAFETY * _decode_bytes(spec, drafter, config, num_drafts, dtype)) + own
+
+
+def _decode_bytes(
+    spec: ModelSpec, drafter: DrafterConfig | None, config: EngineConfig, num_drafts: int, dtype: torch.dtype
+) -> int:
+    seqs = config.max_num_seqs
+    rows = seqs * (num_drafts + 1)
+    return _step_bytes(spec, drafter, config, num_drafts, dtype, rows, rows, seqs)
+
+
+def _step_bytes(
+    spec: ModelSpec,
+    drafter: DrafterConfig | None,
+    config: EngineConfig,
+    num_drafts: int,
+    dtype: torch.dtype,
+    rows: int,
+    logit_rows: int,
+    requests: int,
+) -> int:
+    """Peak of a step's phases, which follow each other: target, its logits, drafter, its logits. Taps outlive the
+    first, and stand twice where they are joined."""
+    item = dtype.itemsize
+    per_logit = item + _SAMPLING_BYTES["torch" if config.kernels == "torch" else "triton"]
+    target = _layer_bytes(spec, rows, item)
+    logits = rows * spec.hidden_size * item + logit_rows * spec.vocab_size * per_logit
+    if drafter is None or num_drafts == 0:
+        return max(target, logits)
+    taps = rows * drafter.feature_size * item
+    draft_rows = rows + requests * (num_drafts - 1 if drafter.parallel else 0)
+    inputs = 6 * draft_rows * drafter.hidden_size * item  # embeddings and features, their norms, the two joined
+    drafts = requests * (num_drafts if drafter.parallel else 1)
+    draft_logits = drafts * drafter.draft_vocab_size * per_logit
+    return max(
+        2 * taps + target,
+        taps + logits,
+        taps + inputs + max(taps, _layer_bytes(drafter, draft_rows, item)),
+        taps + inputs + draft_logits,
+    )
+
+
+def _layer_bytes(sizes: ModelSpec | DrafterConfig, rows: int, item: int) -> int:
+    """The residual stream, its norm and a sublayer's output; and the widest sublayer inside: attention (projections,
+    rotated copies, output) or feed-forward (two projections, their product)."""
+    queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    attention = 2 * (queries + 2 * keys) + queries
+    return rows * item * (3 * sizes.hidden_size + max(attention, 3 * sizes.intermediate_size))
+
+
+def _check_fits(report: MemoryReport, config: EngineConfig, *, on_gpu: bool) -> None:
+    r = report
+    if r.num_blocks < 1:
+        share = f"{config.gpu_memory_utilization:.0%} of the GPU's" if on_gpu else f"{_SHARE_OF_HOST:.0%} of the host's"
+        remedy = (
+            "raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
+            if on_gpu
+            else "lower block_size or use a machine with more memory"
+        )
+        raise PeagleError(
+            f"no memory for a KV cache: {share} {_gib(r.total)} are {_gib(r.budget)}; {_gib(r.in_use)} are in use, "
+            f"activations take {_gib(r.activations)} and graphs {_gib(r.graphs)}: {remedy}"
+        )
+    if config.max_model_len is not None and r.num_tokens < config.max_model_len:
+        more = "num_kv_blocks" if config.num_kv_blocks is not None else "gpu_memory_utilization" if on_gpu else ""
+        raise PeagleError(
+            f"max_model_len is {config.max_model_len} and the KV cache holds {r.num_tokens} tokens: lower "
+            f"max_model_len to {r.num_tokens}" + (f" or raise {more}" if more else "")
+        )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -28,9 +28,12 @@ class RequestOutput:
         return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine. `stream` exists only when someone reads the text before the end."""
+    """A request inside the engine. `stream` exists only when someone reads the text before the end.
+
+    Two requests are never equal. The scheduler owns `slot` and `blocks`, the engine counts what it launches and reads.
+    """
 
     index: int
     prompt: str
@@ -40,25 +43,36 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # the smaller of params.max_tokens and what the context length leaves
     stream: TextStream | None = None
-    slot: int = -1
+    arrival: int = 0
+    slot: int = -1  # -1: none
     blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    num_computed: int = 0  # tokens in the cache: launched ones during prefill, then those confirmed
+    num_prefill: int = 0  # tokens that prefill computes since the request last got its slot
+    num_registered: int = 0  # blocks that later requests can find
+    in_flight: int = 0  # launched emissions whose result is unread: final chunks and decode steps
+    rows_in_flight: int = 0  # how far `num_computed` may be behind the device: the rows of unread decode steps
+    cacheable: bool = True  # False once the drafter was left out of a step: its part of the cache has holes
     output_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)  # prompt_ids + output_ids
     finish_reason: str | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     started: float = 0.0
     ended: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.token_ids = self.prompt_ids + self.output_ids
+
     @property
-    def in_prompt(self) -> bool:
-        """Whether prompt tokens are still to be computed."""
-        return self.num_computed < len(self.prompt_ids)
+    def in_prefill(self) -> bool:
+        """Whether tokens are still to be computed before the next can be emitted."""
+        return self.num_computed < self.num_prefill
 
     def emit(self, token_ids: list[int]) -> int:
         """Append one round's tokens up to the first that ends the request; returns how many were kept."""
         for kept, token_id in enumerate(token_ids, start=1):
             self.output_ids.append(token_id)
+            self.token_ids.append(token_id)
             if token_id in self.stop_ids or (self.stream is not None and self.stream.push(token_id)):
                 self.finish_reason = "stop"
             elif len(self.output_ids) >= self.max_tokens:

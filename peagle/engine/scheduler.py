@@ -1,81 +1,193 @@
-"""First come, first served: which requests run in the next step, and with how many rows."""
+"""Continuous batching: which requests decode in the next step, and which prompt rows are computed beside them."""
 
 from collections import deque
 from dataclasses import dataclass
 
-from peagle.engine.kv_cache import BlockPool
+from peagle.engine.block_pool import BlockPool
 from peagle.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One request's share of a step: `num_rows` prompt tokens, or 1 + K verify rows."""
+class Chunk:
+    """Tokens `first` .. `first + num_rows - 1` of `request.token_ids`, to be computed by the prefill pass.
+
+    With `is_last` prefill ends with this chunk, and its last row samples.
+    """
 
     request: Request
+    first: int
     num_rows: int
-    is_decode: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step's work. `admitted` are those in `chunks` that have just got their slot and blocks.
+
+    With `must_drain` there is no work: read every result in flight, then schedule again.
+    """
+
+    chunks: list[Chunk]
+    decodes: list[Request]
+    admitted: list[Request]
+    must_drain: bool = False
 
 
 class Scheduler:
-    """Admits requests while a slot and all the blocks they can ever need are free, so nothing is evicted later.
+    """First come, first served. Every running request past its prompt decodes in every step; prompts get the rest.
 
-    Decodes go first; what is left of `max_num_batched_tokens` goes to prompts, in chunks where they do not fit.
+    `running` and `waiting` are both in the order of arrival, and whatever waits arrived after whatever runs: without
+    memory the youngest running request goes back to the front of the queue, to be computed again later, so the oldest
+    always advances. The caller counts what it launches: it moves `num_computed`, `in_flight` and `rows_in_flight`.
     """
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, max_model_len: int
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, max_model_len: int
     ) -> None:
-        self._pool = pool
-        self._max_model_len = max_model_len
+        self.pool = pool
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = block_size
+        self._max_model_len = max_model_len
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_added = 0
+        self.num_preemptions = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._expect_fit()
 
-    def blocks_needed(self, request: Request, reserve: int) -> int:
-        """Blocks that hold a request to its end, with `reserve` positions beyond its last token."""
-        positions = min(len(request.prompt_ids) + request.max_tokens + reserve, self._max_model_len)
-        return -(-positions // self._block_size)
+    def blocks_needed(self, request: Request, num_drafts: int) -> int:
+        """Blocks that hold a request to its end; one that needs more than the pool has must not be added."""
+        return self._blocks_for(len(request.prompt_ids) + request.max_tokens + 2 * num_drafts + 1)
 
-    def schedule(self, decode_rows: int, reserve: int) -> list[Scheduled]:
-        """The next step's requests. `reserve` positions beyond the last token are kept for drafts."""
-        decodes = [Scheduled(r, decode_rows, True) for r in self.running if not r.in_prompt]
-        budget = max(self._max_num_batched_tokens - decode_rows * len(decodes), 0)
-        prefills: list[Scheduled] = []
-        for request in self.running:
-            if request.in_prompt and budget > 0:
-                budget -= self._take_chunk(request, budget, prefills)
-        while budget > 0 and self.waiting and self._admit(self.waiting[0], reserve):
-            request = self.waiting.popleft()
-            self.running.append(request)
-            budget -= self._take_chunk(request, budget, prefills)
-        return decodes + prefills
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        request.arrival = self._num_added
+        self._num_added += 1
+        self.waiting.append(request)
 
-    def release(self, request: Request) -> None:
-        """Free what a finished or aborted request holds."""
+    def finish(self, request: Request) -> None:
+        """Take a running request out and free its slot and blocks at once; what is complete of it can be found.
+
+        A step in flight may still write to them; that is harmless, for whoever gets them next writes after it.
+        """
+        self.computed(request)
+        self.running.remove(request)
+        self._free(request)
+
+    def abort(self, request: Request) -> None:
+        """Take a request out wherever it is; one that is neither running nor waiting is left alone."""
         if request.slot >= 0:
-            self._pool.release(request.blocks)
-            self._free_slots.append(request.slot)
-            request.slot, request.blocks = -1, []
+            self.finish(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self._expect_fit()
 
-    def drop_finished(self) -> None:
-        """Release every request that has a finish reason."""
+    def computed(self, request: Request) -> None:
+        """Let later requests find the blocks that are complete by now; call it whenever `num_computed` has moved."""
+        # Most calls end here: a block fills only every few steps.
+        if request.num_computed < (request.num_registered + 1) * self._block_size:
+            return
+        if request.cacheable and request.slot >= 0:
+            request.num_registered = self.pool.register(
+                request.token_ids, request.blocks, request.num_computed, request.num_registered
+            )
+
+    def schedule(self, num_drafts: int) -> Schedule:
+        """The next step: decodes of 1 + `num_drafts` rows each, then chunks of prompts."""
+        decodes, prefills, growth = self._sort_running(num_drafts)
+        while (fresh := self.pool.allocate(sum(count for _, count in growth))) is None:
+            if any(request.in_flight for request in self.running):
+                return Schedule([], [], [], must_drain=True)
+            self._preempt(self.running.pop())
+            decodes, prefills, growth = self._sort_running(num_drafts)
+        for request, count in growth:
+            request.blocks.extend(fresh[:count])
+            del fresh[:count]
+        rest = self._max_num_batched_tokens - (1 + num_drafts) * len(decodes)
+        budget = max(rest, min(self._block_size, self._max_num_batched_tokens))
+        chunks: list[Chunk] = []
+        for request in prefills:
+            budget -= _take_chunk(request, budget, chunks)
+        num_running = len(self.running)
+        while budget > 0 and self.waiting and self._admit(self.waiting[0], num_drafts):
+            self.running.append(self.waiting.popleft())
+            budget -= _take_chunk(self.running[-1], budget, chunks)
+        return Schedule(chunks, decodes, self.running[num_running:])
+
+    def _sort_running(self, num_drafts: int) -> tuple[list[Request], list[Request], list[tuple[Request, int]]]:
+        """The requests that decode, those in prefill, and how many blocks some decodes lack for what they may write.
+
+        A step writes up to 2K positions beyond its first; that one is `rows_in_flight` further than known at most.
+        """
+        block_size, reach = self._block_size, 2 * num_drafts + 1
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        growth: list[tuple[Request, int]] = []
         for request in self.running:
-            if request.finish_reason is not None:
-                self.release(request)
-        self.running = [r for r in self.running if r.finish_reason is None]
+            if request.num_computed < request.num_prefill:
+                prefills.append(request)
+            elif len(request.output_ids) + request.in_flight < request.max_tokens:  # else what is in flight ends it
+                decodes.append(request)
+                positions = request.num_computed + request.rows_in_flight + reach
+                if positions > len(request.blocks) * block_size:
+                    missing = self._blocks_for(positions) - len(request.blocks)
+                    if missing > 0:
+                        growth.append((request, missing))
+        return decodes, prefills, growth
 
-    def _take_chunk(self, request: Request, budget: int, prefills: list[Scheduled]) -> int:
-        rows = min(len(request.prompt_ids) - request.num_computed, budget)
-        prefills.append(Scheduled(request, rows, False))
-        return rows
+    def _admit(self, request: Request, num_drafts: int) -> bool:
+        """Give a request a slot and blocks for its whole prefill and the step after it, or nothing.
 
-    def _admit(self, request: Request, reserve: int) -> bool:
-        if not self._free_slots:
+        One block for each running request stays free, lest a newcomer be computed only to be preempted in the next
+        steps. With nothing running, every request fits.
+        """
+        if not self._free_slots or not self._may_fit():
             return False
-        blocks = self._pool.allocate(self.blocks_needed(request, reserve))
-        if blocks is None:
+        pool, spare, before = self.pool, len(self.running), self.pool.num_free
+        matched = pool.match(request.token_ids)
+        count = self._blocks_for(len(request.token_ids) + 2 * num_drafts + 1) - len(matched)
+        fresh = pool.allocate(count) if count + spare <= pool.num_free else None
+        if fresh is None:
+            self._expect_fit(count + before - pool.num_free, pool.next_key(request.token_ids, matched))
+            pool.release(matched)
             return False
-        request.blocks, request.slot = blocks, self._free_slots.pop()
+        self._expect_fit()
+        request.slot, request.blocks = self._free_slots.pop(), matched + fresh
+        request.num_prefill, request.num_registered = len(request.token_ids), len(matched)
+        request.num_computed = len(matched) * self._block_size
         return True
+
+    def _may_fit(self) -> bool:
+        """Whether matching the head of the queue again, which takes as long as its prompt, could end otherwise."""
+        return self.pool.num_free - len(self.running) >= self._lacks or self.pool.can_find(self._lacks_key)
+
+    def _expect_fit(self, lacks: int = 0, key: bytes | None = None) -> None:
+        """Try the head of the queue again with `lacks` free blocks, or when the block `key` is there to share."""
+        self._lacks, self._lacks_key = lacks, key
+
+    def _preempt(self, request: Request) -> None:
+        """Put a request with nothing in flight back to the front of the queue."""
+        self._free(request)
+        request.num_computed = request.num_prefill = request.num_registered = 0
+        request.cacheable = True  # what it left out is computed again
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+        self._expect_fit()
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        self._free_slots.append(request.slot)
+        request.slot, request.blocks = -1, []
+
+    def _blocks_for(self, positions: int) -> int:
+        """Blocks that hold so many positions, at most a full context."""
+        return -(-min(positions, self._max_model_len) // self._block_size)
+
+
+def _take_chunk(request: Request, budget: int, chunks: list[Chunk]) -> int:
+    """Append the next chunk of a request's prefill, at most `budget` rows; returns how many."""
+    left = request.num_prefill - request.num_computed
+    rows = min(left, budget)
+    if rows > 0:
+        chunks.append(Chunk(request, request.num_computed, rows, is_last=rows == left))
+    return rows

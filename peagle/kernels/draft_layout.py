@@ -29,6 +29,7 @@ class DraftLayout:
     slots: Tensor  # [T'] KV slot, -1 on dead rows and beyond the length limit
     seq_lens: Tensor  # [B] first position + rows, dead rows counted: bottom-right causal alignment
     query_start: Tensor  # [B + 1] first drafter row of each request
+    next_ids: Tensor  # [T] token of the drafter row that takes a target row's hidden state; 0 where none does
 
 
 def kv_slots(
@@ -95,7 +96,8 @@ def kv_slots_ref(
 ) -> Tensor:
     """The torch form of `kv_slots`."""
     inside_R = positions_R.clamp(max=limit - 1)
-    slots_R = block_tables_BN[request_R, inside_R // block_size] * block_size + inside_R % block_size
+    block_R = block_tables_BN[request_R, inside_R // block_size].to(torch.int64)
+    slots_R = block_R * block_size + inside_R % block_size
     return torch.where(positions_R < limit, slots_R, PADDING_SLOT_ID)
 
 
@@ -137,6 +139,8 @@ def draft_layout_ref(
     last_keys_R = first_B[request_R] + torch.minimum(offset_R, copied_R + k - 1)
 
     slots_R = kv_slots_ref(block_tables_BN, request_R, positions_R, block_size, max_model_len)
+    row_T = torch.arange(target_ids_T.shape[0], device=device)
+    row_T += (torch.searchsorted(query_start_B1.to(row_T.dtype), row_T, right=True) - 1) * (k - 1)
     return DraftLayout(
         input_ids=ids_R,
         positions=positions_R,
@@ -148,4 +152,5 @@ def draft_layout_ref(
         slots=slots_R.masked_fill(is_rejected_R, PADDING_SLOT_ID),
         seq_lens=first_B + start_B1.diff(),
         query_start=start_B1,
+        next_ids=ids_R[row_T].masked_fill((is_masked_R | is_rejected_R)[row_T], 0),
     )

@@ -41,6 +41,7 @@ def _lay_out_request(
     slots_R: tl.tensor,
     seq_lens_B: tl.tensor,
     query_start_B1: tl.tensor,
+    next_ids_T: tl.tensor,
     target_ids_T: tl.tensor,
     target_positions_T: tl.tensor,
     next_tokens_B: tl.tensor,
@@ -85,6 +86,8 @@ def _lay_out_request(
         rejected_R = offset_R >= copied + DRAFTS
         token_R = tl.load(target_ids_T + start + 1 + offset_R, mask=is_copied_R, other=0).to(tl.int64)
         token_R = tl.where(offset_R == copied, next_token, token_R)
+        is_target_R = offset_R < rows - (DRAFTS - 1)
+        tl.store(next_ids_T + start + offset_R, tl.where(offset_R <= copied, token_R, 0), mask=is_target_R)
         token_R = tl.where(masked_R, mask_token_id, token_R)
         position_R = tl.where(rejected_R, 0, first + offset_R)
         last_key_R = tl.where(live, first + tl.minimum(offset_R, copied + (DRAFTS - 1)), 0)
@@ -153,6 +156,7 @@ def draft_layout_triton(
         slots=empty(num_rows),
         seq_lens=empty(batch),
         query_start=empty(batch + 1),
+        next_ids=empty(target_ids_T.shape[0]),
     )
     tile = max(32, min(triton.next_power_of_2(-(-num_rows // batch)), _MAX_TILE))
     with torch.cuda.device_of(target_ids_T):
@@ -167,6 +171,7 @@ def draft_layout_triton(
             layout.slots,
             layout.seq_lens,
             layout.query_start,
+            layout.next_ids,
             target_ids_T,
             target_positions_T,
             next_tokens_B,

@@ -29,6 +29,31 @@ def _fill_tables(cos_RD: tl.tensor, sin_RD: tl.tensor, positions_R: tl.tensor, i
 
 
 @triton.jit
+def rotate(low: tl.tensor, high: tl.tensor, is_query_N: tl.tensor, cos_D: tl.tensor, sin_D: tl.tensor,
+           q_norm_D: tl.tensor, k_norm_D: tl.tensor, eps: tl.float32, dtype: tl.constexpr, HALF: tl.constexpr,
+           BLOCK: tl.constexpr, NORM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Heads' halves [N, D/2] in float32, normed and rotated; `cos_D` and `sin_D` are one row's tables."""
+    d = tl.arange(0, BLOCK)
+    inside_D = d < HALF
+    if NORM:
+        is_query_N1 = is_query_N[:, None]
+        scale_N1 = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
+        q_low = tl.load(q_norm_D + d, mask=inside_D, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm_D + d, mask=inside_D, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm_D + HALF + d, mask=inside_D, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm_D + HALF + d, mask=inside_D, other=0.0).to(tl.float32)
+        low_weight = tl.where(is_query_N1, q_low[None], k_low[None])
+        high_weight = tl.where(is_query_N1, q_high[None], k_high[None])
+        low = (low_weight * (low * scale_N1).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        high = (high_weight * (high * scale_N1).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    cos = tl.load(cos_D + d, mask=inside_D, other=0.0).to(tl.float32)[None]
+    sin = tl.load(sin_D + HALF + d, mask=inside_D, other=0.0).to(tl.float32)[None]
+    new_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+    new_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
+    return new_low.to(dtype), new_high.to(dtype)
+
+
+@triton.jit
 def _rotate_heads(
     qkv_RA: tl.tensor,
     cos_RD: tl.tensor,
@@ -46,29 +71,15 @@ def _rotate_heads(
 ) -> None:
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     head_N = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dtype = qkv_RA.dtype.element_ty
-    inside_D = d < HALF
-    inside_ND = (head_N < ROTATED_HEADS)[:, None] & inside_D[None]
+    inside_ND = (head_N < ROTATED_HEADS)[:, None] & (d < HALF)[None]
     first = qkv_RA + row * row_stride + head_N[:, None] * 2 * HALF + d[None]
     low = tl.load(first, mask=inside_ND, other=0.0).to(tl.float32)
     high = tl.load(first + HALF, mask=inside_ND, other=0.0).to(tl.float32)
-    if NORM:
-        is_query_N1 = (head_N < QUERY_HEADS)[:, None]
-        scale_N1 = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
-        q_low = tl.load(q_norm_D + d, mask=inside_D, other=0.0).to(tl.float32)
-        k_low = tl.load(k_norm_D + d, mask=inside_D, other=0.0).to(tl.float32)
-        q_high = tl.load(q_norm_D + HALF + d, mask=inside_D, other=0.0).to(tl.float32)
-        k_high = tl.load(k_norm_D + HALF + d, mask=inside_D, other=0.0).to(tl.float32)
-        low_weight = tl.where(is_query_N1, q_low[None], k_low[None])
-        high_weight = tl.where(is_query_N1, q_high[None], k_high[None])
-        low = (low_weight * (low * scale_N1).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        high = (high_weight * (high * scale_N1).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    cos = tl.load(cos_RD + row * 2 * HALF + d, mask=inside_D, other=0.0).to(tl.float32)[None]
-    sin = tl.load(sin_RD + row * 2 * HALF + HALF + d, mask=inside_D, other=0.0).to(tl.float32)[None]
-    new_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
-    new_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
-    tl.store(first, new_low.to(dtype), mask=inside_ND)
-    tl.store(first + HALF, new_high.to(dtype), mask=inside_ND)
+    table = row * 2 * HALF
+    low, high = rotate(low, high, head_N < QUERY_HEADS, cos_RD + table, sin_RD + table, q_norm_D, k_norm_D, eps,
+                       qkv_RA.dtype.element_ty, HALF, BLOCK, NORM)  # fmt: skip
+    tl.store(first, low, mask=inside_ND)
+    tl.store(first + HALF, high, mask=inside_ND)
 
 
 def rope_tables_triton(positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

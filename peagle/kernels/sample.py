@@ -1,4 +1,4 @@
-"""The sampling rule over rows of logits (`peagle.sampling`): one reading of the vocabulary, no sort, no softmax."""
+"""The sampling rule over rows of logits (`peagle.sampling`): no sort, no softmax, one reading without filters."""
 
 import torch
 from torch import Tensor
@@ -13,12 +13,10 @@ def sample(
     """The token that the sampling rule picks of each row, int64 [R]; `rows` None means every row is greedy.
 
     `token_ids_V` holds the target id of each column where the columns are a draft vocabulary, and the result is such an
-    id. Greedy and drawn rows may mix; the first of equal maxima wins and a NaN beats every number, as in torch. Rows
-    with top-k or top-p need a sort, and float64 is not what the kernel computes in: both go to torch whatever the
-    `backend`, which else is Triton on CUDA if "auto".
+    id. Greedy and drawn rows may mix; the first of equal maxima wins and a NaN beats every number, as in torch. float64
+    is not what the kernels compute in: it goes to torch whatever the `backend`, which else is Triton on CUDA if "auto".
     """
-    filtered = rows is not None and rows.filtered
-    if filtered or logits_RV.dtype == torch.float64 or not use_triton(backend, logits_RV.device):
+    if logits_RV.dtype == torch.float64 or not use_triton(backend, logits_RV.device):
         return sample_ref(logits_RV, rows, token_ids_V)
     # Imported late: triton is not installed everywhere.
     from peagle.kernels.sample_triton import sample_triton

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
+from peagle.kernels.sample_filter_triton import filter_threshold_triton
 from peagle.sampling import RowSampling
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read at import, as Triton itself does
@@ -84,11 +85,13 @@ def _best_of_part(
     first_key: tl.tensor,
     second_key: tl.tensor,
     token_ids_V: tl.tensor,
+    threshold: tl.tensor,
     IN_DRAFT_VOCAB: tl.constexpr,
     DRAWN: tl.constexpr,
+    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple:
-    """Maximum over columns [begin, end) and its column; with noise if DRAWN."""
+    """Maximum over columns [begin, end) and its column; if DRAWN with noise, if FILTERED not below `threshold`."""
     lane_B = tl.arange(0, BLOCK)
     highest_B, best_B = tl.full([BLOCK], -float("inf"), tl.float32), begin + lane_B
     for start in range(begin, end, BLOCK):
@@ -99,14 +102,17 @@ def _best_of_part(
             id_B = column_B
             if IN_DRAFT_VOCAB:
                 id_B = tl.load(token_ids_V + column_B, mask=inside_B, other=0)
-            z_B = tl.div_rn(z_B, temperature) + _gumbel(id_B.to(tl.uint32), first_key, second_key)
+            z_B = tl.div_rn(z_B, temperature)
+            if FILTERED:
+                z_B = tl.where(z_B < threshold, -float("inf"), z_B)
+            z_B += _gumbel(id_B.to(tl.uint32), first_key, second_key)
         highest_B, best_B = _take(z_B, column_B, highest_B, best_B)
     return _combine(highest_B, best_B)
 
 
 @triton.jit(
     do_not_specialize=["part_blocks"],
-    do_not_specialize_on_alignment=["temperature_R", "seed_R", "index_R"],
+    do_not_specialize_on_alignment=["temperature_R", "seed_R", "index_R", "threshold_R"],
 )
 def _scan_part(
     highest_RP: tl.tensor,
@@ -117,10 +123,12 @@ def _scan_part(
     seed_R: tl.tensor,
     index_R: tl.tensor,
     token_ids_V: tl.tensor,
+    threshold_R: tl.tensor,
     vocab: tl.int32,
     part_blocks: tl.int32,
     IN_DRAFT_VOCAB: tl.constexpr,
     DRAWN: tl.constexpr,
+    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -131,12 +139,18 @@ def _scan_part(
     if DRAWN:
         temperature = tl.load(temperature_R + row)
     if temperature == 0.0:
-        highest, best = _best_of_part(z_row, begin, end, 1.0, 0, 0, token_ids_V, IN_DRAFT_VOCAB, False, BLOCK)
+        highest, best = _best_of_part(
+            z_row, begin, end, 1.0, 0, 0, token_ids_V, 0.0, IN_DRAFT_VOCAB, False, False, BLOCK
+        )
     else:
         first_key, second_key = _noise_keys(tl.load(seed_R + row), tl.load(index_R + row))
+        threshold = 0.0
+        if FILTERED:
+            threshold = tl.load(threshold_R + row)
         highest, best = _best_of_part(
-            z_row, begin, end, temperature, first_key, second_key, token_ids_V, IN_DRAFT_VOCAB, True, BLOCK
-        )
+            z_row, begin, end, temperature, first_key, second_key, token_ids_V, threshold,
+            IN_DRAFT_VOCAB, True, FILTERED, BLOCK,
+        )  # fmt: skip
     at = row * tl.num_programs(1) + part
     tl.store(highest_RP + at, highest)
     tl.store(best_RP + at, best)
@@ -164,7 +178,7 @@ def _best_of_row(
 
 
 def sample_triton(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tensor | None = None) -> Tensor:
-    """The Triton form of `sample`, of rows without top-k and top-p; arithmetic in float32."""
+    """The Triton form of `sample`; arithmetic in float32."""
     (count, vocab), device = logits_RV.shape, logits_RV.device
     token_R = torch.empty(count, dtype=torch.int64, device=device)
     if count == 0:
@@ -175,6 +189,7 @@ def sample_triton(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tens
     highest_RP = torch.empty((count, parts), dtype=torch.float32, device=device)
     best_RP = torch.empty((count, parts), dtype=torch.int32, device=device)
     unread = token_R
+    threshold_R = filter_threshold_triton(logits_RV, rows) if rows is not None and rows.filtered else None
     with torch.cuda.device_of(logits_RV):
         _scan_part[(count, parts)](
             highest_RP,
@@ -185,10 +200,12 @@ def sample_triton(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tens
             unread if rows is None else rows.seed,
             unread if rows is None else rows.indices,
             unread if token_ids_V is None else token_ids_V,
+            unread if threshold_R is None else threshold_R,
             vocab,
             part_blocks,
             IN_DRAFT_VOCAB=token_ids_V is not None,
             DRAWN=rows is not None,
+            FILTERED=threshold_R is not None,
             BLOCK=block,
             num_warps=max(1, block // 512),
         )

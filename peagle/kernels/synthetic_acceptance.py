@@ -3,6 +3,8 @@
 The tokens that come out mean nothing. How the profile of a mean is chosen follows vLLM's `synthetic` rejection mode.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,18 @@ def synthetic_accept_lengths(rates_K: Tensor, seeds_B: Tensor, positions_B: Tens
     uniform_BK = uniform_noise(seeds_B.repeat_interleave(len(rates_K)), indices_BK.flatten(), purpose)
     kept_BK = uniform_BK.view_as(indices_BK) < rates_K
     return kept_BK.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+class SyntheticLengths:
+    """Accept lengths drawn in advance, one for each remainder of a position: looking one up is all that a step does."""
+
+    _COUNT = 1 << 14
+
+    def __init__(self, rates: Sequence[float], device: torch.device) -> None:
+        rates_K = torch.tensor(rates, dtype=torch.float32)
+        one = torch.zeros(self._COUNT, dtype=torch.int64)
+        self._lengths = synthetic_accept_lengths(rates_K, one, torch.arange(self._COUNT) * len(rates)).to(device)
+
+    def at(self, index_B: Tensor) -> Tensor:
+        """Accepted drafts at indices of any size, int64 [B]."""
+        return self._lengths[index_B & (self._COUNT - 1)]

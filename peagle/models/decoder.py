@@ -46,7 +46,13 @@ class TargetModel(nn.Module):
         streams: dict[int, Tensor] = {}
         delta_RH: Tensor | None = None  # what is still to be added to the stream: each norm adds before it norms
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]  # all of them, typed
+        fused = all(layer.fuses(x_RH) for layer in layers)
         for i, layer in enumerate(layers):
+            if fused:
+                if i in tap_ids:
+                    streams[i] = x_RH
+                x_RH = layer.fused(x_RH, cos_R1D, sin_R1D, attend)
+                continue
             x_RH, normed_RH = _add_norm(layer.input_layernorm, x_RH, delta_RH)
             if i in tap_ids:
                 streams[i] = x_RH

@@ -7,11 +7,14 @@ N query heads, M key/value heads, D head size, V vocabulary, C concatenated taps
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peagle.kernels.backend import use_triton_for_inference
+from peagle.kernels.fused_linear import gated_norm_linear, linear_add, norm_linear, prefers_fused
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.swiglu import silu_mul
@@ -19,6 +22,21 @@ from peagle.kernels.swiglu import silu_mul
 # (layer index, q_RND, k_RMD, v_RMD) -> o_RND. The model computes rotated q, k and v; whoever calls the model decides
 # what a row may see: a paged cache when serving, the (anchor, depth) relation when training.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@runtime_checkable
+class CachedAttend(Protocol):
+    """An `Attend` over a cache that can take the merged projections as they are, which saves a pass over them."""
+
+    def __call__(self, layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor, /) -> Tensor: ...
+
+    def write_rope(
+        self, layer: int, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, heads: int, norms: HeadNorms | None
+    ) -> Tensor:
+        """Write the rows' rotated keys and their values; return their rotated queries, q_RND."""
+
+    def read(self, layer: int, q_RND: Tensor) -> Tensor:
+        """o_RND over what the cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +139,20 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu_mul(self.gate_up_proj(x), backend=self.kernels))
 
+    def fuses(self, x_RH: Tensor) -> bool:
+        """Whether `add` is the faster way for these rows: few, on Triton, weights not packed."""
+        return (
+            use_triton_for_inference(self.kernels, x_RH.device)
+            and _are_plain(self.gate_up_proj, self.down_proj)
+            and prefers_fused(x_RH.shape[0], self.gate_up_proj.weight)
+        )
+
+    def add(self, x_RH: Tensor, norm: RMSNorm) -> Tensor:
+        """x + down(silu(gate(norm(x))) * up(norm(x))) in two launches."""
+        up, down = self.gate_up_proj, self.down_proj
+        gated_RF = gated_norm_linear(x_RH, norm.weight, norm.eps, up.weight, up.bias, backend=self.kernels)
+        return linear_add(gated_RF, down.weight, down.bias, x_RH, backend=self.kernels)
+
 
 class Attention(nn.Module):
     """Grouped-query attention around an `Attend`: projections, head norms and RoPE here, the visibility rule outside.
@@ -151,14 +183,88 @@ class Attention(nn.Module):
         self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
         self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
 
-    def forward(self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
+    ) -> Tensor:
+        """Attention of every row [R, H]; with `rows_U`, of these rows [U, H]: `attend` gets the queries of these, and
+        the keys and values of all."""
+        return self.o_proj(self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U))
+
+    def of_projected(
+        self, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
+    ) -> Tensor:
+        """`forward` from the merged projections on, which it may overwrite."""
+        return self.o_proj(self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U))
+
+    def fuses(self) -> bool:
+        """Whether `add` can read these weights."""
+        return _are_plain(self.qkv_proj, self.o_proj)
+
+    def add(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        residual_RH: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        attend: Attend,
+        rows_U: Tensor | None = None,
+    ) -> Tensor:
+        """residual + attention(norm(x)), norm and sum in the launches of the projections. `norm` None: x is normed.
+
+        With `rows_U`, the residual and the result are of these rows.
+        """
+        qkv = self.qkv_proj
+        if norm is None:
+            o_RA = self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U)
+        else:
+            qkv_RA = norm_linear(x, norm.weight, norm.eps, qkv.weight, qkv.bias, backend=self.kernels)
+            o_RA = self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U)
+        return linear_add(o_RA, self.o_proj.weight, self.o_proj.bias, residual_RH, backend=self.kernels)
+
+    def add_projected(
+        self,
+        qkv_RA: Tensor,
+        residual_RH: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        attend: Attend,
+        rows_U: Tensor | None = None,
+    ) -> Tensor:
+        """`add` from the merged projections on, which it may overwrite."""
+        o_RA = self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U)
+        return linear_add(o_RA, self.o_proj.weight, self.o_proj.bias, residual_RH, backend=self.kernels)
+
+    def _project_and_attend(
+        self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None
+    ) -> Tensor:
+        # Packed weights cannot be cut. Where half of the rows ask, one matmul costs less than two and their gathers.
+        if rows_U is None or 2 * rows_U.shape[0] >= x.shape[0] or not _are_plain(self.qkv_proj):
+            return self._attend(self.qkv_proj(x), cos_R1D, sin_R1D, attend, rows_U)
+        weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.heads * self.head_dim
+        q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
+        q_UA, kv_RA = F.linear(x[rows_U], weight[:size], q_bias), F.linear(x, weight[size:], kv_bias)
+        norms, kernels = self._head_norms(), self.kernels
+        q, _, _ = rope_qkv(q_UA, cos_R1D[rows_U], sin_R1D[rows_U], self.heads, 0, norms, backend=kernels)
+        _, k, v = rope_qkv(kv_RA, cos_R1D, sin_R1D, 0, self.kv_heads, norms, backend=kernels)
+        return attend(self.layer, q, k, v).flatten(-2)
+
+    def _attend(
+        self, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
+    ) -> Tensor:
+        """What the heads make of the projections, side by side."""
+        norms = self._head_norms()
+        if self.kernels != "torch" and isinstance(attend, CachedAttend):
+            q_RND = attend.write_rope(self.layer, qkv_RA, cos_R1D, sin_R1D, self.heads, norms)
+            return attend.read(self.layer, q_RND if rows_U is None else q_RND[rows_U]).flatten(-2)
+        q, k, v = rope_qkv(qkv_RA, cos_R1D, sin_R1D, self.heads, self.kv_heads, norms, backend=self.kernels)
+        return attend(self.layer, q if rows_U is None else q[rows_U], k, v).flatten(-2)
+
+    def _head_norms(self) -> HeadNorms | None:
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q, k, v = rope_qkv(
-            self.qkv_proj(x), cos_R1D, sin_R1D, self.heads, self.kv_heads, norms, backend=self.kernels
-        )  # fmt: skip
-        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        return norms
 
 
 class DecoderLayer(nn.Module):
@@ -188,19 +294,48 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(hidden, intermediate, bias=mlp_bias)
 
-    def forward(self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend) -> Tensor:
-        x_RH, delta_RH = self.parts(x_RH, self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend)
+    def forward(
+        self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
+    ) -> Tensor:
+        """The stream after this layer [R, H]; with `rows_U`, that of these rows [U, H], as in `Attention`."""
+        if self.fuses(x_RH):
+            return self.fused(x_RH, cos_R1D, sin_R1D, attend, rows_U)
+        x_RH, delta_RH = self.parts(x_RH, self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend, rows_U)
         return x_RH + delta_RH
 
+    def fuses(self, x_RH: Tensor) -> bool:
+        """Whether `fused` is the faster way for these rows."""
+        return self.mlp.fuses(x_RH) and self.self_attn.fuses()
+
+    def fused(
+        self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
+    ) -> Tensor:
+        """`forward` with norms, gate and sums in the launches of the projections."""
+        residual_RH = x_RH if rows_U is None else x_RH[rows_U]
+        x_RH = self.self_attn.add(x_RH, self.input_layernorm, residual_RH, cos_R1D, sin_R1D, attend, rows_U)
+        return self.mlp.add(x_RH, self.post_attention_layernorm)
+
     def parts(
-        self, x_RH: Tensor, normed_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend
+        self,
+        x_RH: Tensor,
+        normed_RH: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        attend: Attend,
+        rows_U: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream after attention, and what the feed-forward part adds to it: the next norm can do that itself.
 
         `normed_RH` is the input norm of the stream `x_RH`.
         """
-        x_RH, normed_RH = self.post_attention_layernorm.add(x_RH, self.self_attn(normed_RH, cos_R1D, sin_R1D, attend))
+        attended_RH = self.self_attn(normed_RH, cos_R1D, sin_R1D, attend, rows_U)
+        x_RH, normed_RH = self.post_attention_layernorm.add(x_RH if rows_U is None else x_RH[rows_U], attended_RH)
         return x_RH, self.mlp(normed_RH)
+
+
+def _are_plain(*linears: nn.Module) -> bool:
+    """Whether the weights are there as they are, not packed."""
+    return all(isinstance(linear, nn.Linear) for linear in linears)
 
 
 def use_kernels(module: nn.Module, kernels: str) -> None:

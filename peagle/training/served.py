@@ -70,6 +70,9 @@ def serve(
     config = EngineConfig(
         max_num_seqs=len(prompts),
         max_num_batched_tokens=_PREFILL_TOKENS,
+        kernels="torch",  # the target is shared with training, which must not change
+        gpu_memory_utilization=1.0,  # training holds most of it
+        graphs=False,  # too few steps to be worth a capture
         # Positions for the drafts of the last round too, so that they are drafted like all others.
         max_model_len=min(
             max(map(len, prompts)) + max_tokens + 2 * num_drafts, target.spec.max_position_embeddings

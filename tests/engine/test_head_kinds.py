@@ -10,7 +10,7 @@ from peagle.engine import engine
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
-from tests.engine.tiny import random_prompts, tiny_llm, tiny_parts
+from tests.engine.tiny import drafts_of, random_prompts, tiny_llm, tiny_parts
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def test_the_head_decides_how_to_draft(name, kind, parallel, heads):
     assert type(llm.drafter) is kind
     outputs = llm.generate(prompts, params)
     assert sum(output.stats.num_rounds for output in outputs) > 0
-    drafts = llm._slots.drafts.copy()
+    drafts = drafts_of(llm)
     same = load(heads / name, parallel_drafting=parallel)
     assert [o.token_ids for o in same.generate(prompts, params)] == [o.token_ids for o in outputs]
-    assert (same._slots.drafts == drafts).all()
+    assert (drafts_of(same) == drafts).all()
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_drafts_do_not_depend_on_the_batch(parallel):
     prompts, params = random_prompts(5, seed=8), SamplingParams(max_tokens=1, temperature=0.0)
     llm = tiny_llm(4, dtype=torch.float64, parallel=parallel)
     llm.generate(prompts, params)
-    together = llm._slots.drafts[:5].copy()
+    together = drafts_of(llm)[:5]
     for prompt, drafts in zip(prompts, together, strict=True):
         alone = tiny_llm(4, dtype=torch.float64, parallel=parallel)
         alone.generate([prompt], params)
-        assert (alone._slots.drafts[0] == drafts).all()
+        assert (drafts_of(alone)[0] == drafts).all()

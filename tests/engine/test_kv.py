@@ -8,7 +8,7 @@ from peagle.engine.engine import LLM
 from peagle.engine.request import Request
 from peagle.models.layers import Attend
 from peagle.sampling import SamplingParams
-from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
+from tests.engine.tiny import drafts_of, force_drafts, random_prompts, tiny_llm
 from tests.helpers import causal_attend
 
 
@@ -33,7 +33,7 @@ def drafter_kv_from_scratch(llm: LLM, tokens: list[int]) -> dict[int, tuple[Tens
 
 
 def slots_of(llm: LLM, request: Request, first: int, end: int) -> Tensor:
-    table = llm._slots.block_tables[request.slot]
+    table = llm.core._state.host_tables[request.slot]
     return torch.tensor([table[p // 4] * 4 + p % 4 for p in range(first, end)])
 
 
@@ -48,19 +48,17 @@ def test_cache_equals_recomputation_and_poison_is_never_read(parallel: bool, k: 
     plain = llm.generate(prompts, params)
     llm.set_speculation(True)
     force_drafts(llm, plain, seed=k, right=0.7)
-    drafter_cache = llm._step._draft_side.cache
-    caches = (llm._step._target_cache, drafter_cache)
+    drafter_cache = llm.core._speculative._draft_side.cache
+    caches = (llm.core._speculative._target_cache, drafter_cache)
     for cache in caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
-    advance, checked = llm._advance, []
+    advance, checked = llm.core._advance, []
 
-    def check(scheduled, result):
-        advance(scheduled, result)
-        for s in scheduled:
-            request, done = s.request, s.request.num_computed
-            if request.finish_reason is not None:
-                continue
+    def check(request: Request, line: list[int], num_drafts: int | None, now: float) -> None:
+        advance(request, line, num_drafts, now)
+        if request.finish_reason is None:
+            done = request.num_computed
             tokens = (request.prompt_ids + plain[request.index].token_ids)[: done + 1]
             kv = drafter_kv_from_scratch(llm, tokens)
             slots = slots_of(llm, request, 0, done)
@@ -74,7 +72,7 @@ def test_cache_equals_recomputation_and_poison_is_never_read(parallel: bool, k: 
                 cache.keys[:, :, stale] = torch.nan
                 cache.values[:, :, stale] = torch.nan
 
-    llm._advance = check
+    llm.core._advance = check
     outputs = llm.generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert len(checked) > 6 * 30 / (k + 1)
@@ -89,6 +87,6 @@ def test_more_drafts_do_not_change_the_first_ones(parallel: bool):
     for k in (2, 3, 7):
         llm = tiny_llm(k, dtype=torch.float64, parallel=parallel)
         llm.generate(prompts, params)
-        drafts[k] = llm._slots.drafts[:4].copy()
+        drafts[k] = drafts_of(llm)[:4]
     assert (drafts[7][:, :3] == drafts[3]).all()
     assert (drafts[3][:, :2] == drafts[2]).all()

@@ -6,7 +6,7 @@ import torch
 from peagle.engine.request import RequestOutput
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
-from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
+from tests.engine.tiny import drafts_of, force_drafts, random_prompts, tiny_llm
 
 PROMPTS = random_prompts(10)
 
@@ -57,7 +57,7 @@ def test_chunks_slots_and_scarce_blocks_change_nothing(engine: dict[str, int]):
     outputs = llm.generate(PROMPTS, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert sum(o.stats.num_accepted_tokens for o in outputs) > 50
-    assert llm._pool.num_free == llm._pool.num_blocks
+    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_blocks
 
 
 def test_mixed_sampling_in_one_batch():
@@ -82,7 +82,7 @@ def test_drafts_do_not_depend_on_how_the_prompt_was_cut(parallel: bool):
         drafts = []
         for llm in (whole, cut):
             llm.generate([prompt], params)
-            drafts.append(llm._slots.drafts[llm._slots.drafts.any(axis=1)].copy())
+            drafts.append(drafts_of(llm)[drafts_of(llm).any(dim=1)])
         assert (drafts[0] == drafts[1]).all()
 
 
@@ -123,7 +123,7 @@ def test_a_sliding_window_changes_drafts_and_nothing_else(parallel: bool):
     for window in (None, 1000, 11, 5):
         llm = tiny_llm(4, parallel=parallel, window=window)
         assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
-        drafted.append(llm._slots.drafts.tolist())
+        drafted.append(drafts_of(llm).tolist())
         force_drafts(llm, plain, seed=3)
         forced = llm.generate(PROMPTS, params)
         assert [o.token_ids for o in forced] == [o.token_ids for o in plain]
@@ -132,3 +132,25 @@ def test_a_sliding_window_changes_drafts_and_nothing_else(parallel: bool):
     assert drafted[1] != drafted[2] != drafted[3]
     with pytest.raises(PeagleError, match="at most 4"):
         tiny_llm(5, parallel=parallel, window=5)
+
+
+@pytest.mark.parametrize(("parallel", "engine"), [(True, {}), (True, {"num_kv_blocks": 40}), (False, {})])
+def test_penalties_count_drafts_as_said(parallel: bool, engine: dict[str, int]):
+    """Also where requests are preempted and begin again with what they said before."""
+    kinds = [
+        {"repetition_penalty": 1.6},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"logit_bias": {7: 4.0, 11: -100.0}},
+        {"min_p": 0.2},
+    ]
+    params = [
+        SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i, **kinds[i % 4]) for i in range(len(PROMPTS))
+    ]
+    plain = plain_outputs(params)
+    bare = plain_outputs([SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i) for i in range(10)])
+    assert sum(a.token_ids != b.token_ids for a, b in zip(plain, bare, strict=True)) > 6  # they do act
+    llm = tiny_llm(4, parallel=parallel, **engine)
+    force_drafts(llm, plain, seed=2)
+    outputs = llm.generate(PROMPTS, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert sum(o.stats.num_accepted_tokens for o in outputs) > 50

@@ -10,7 +10,7 @@ from peagle.config import EngineConfig
 from peagle.engine.engine import LLM
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import force_drafts, random_prompts, tiny_parts
-from tests.kernels.conftest import numpy_scalars  # noqa: F401, a fixture
+from tests.kernels.conftest import numpy_scalars, wide_tiles  # noqa: F401, fixtures
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -52,14 +52,14 @@ def test_in_the_interpreter():
 
 
 @interpreter
-@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
 @pytest.mark.parametrize("head", HEADS)
 def test_interpreted(head: str):
     check(head, "cpu", prompts=2, max_tokens=6)
 
 
 @interpreter
-@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
 def test_interpreted_with_top_k_and_top_p():
     check("p-eagle", "cpu", prompts=2, max_tokens=3, top_k=9, top_p=0.8)
 

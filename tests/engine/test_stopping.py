@@ -96,7 +96,7 @@ def test_an_exception_in_a_callback_frees_everything(llm_and_plain):
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, LONG, on_delta=interrupt)
-    assert llm._pool.num_free == llm._pool.num_blocks
+    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_blocks
     assert [o.token_ids for o in llm.generate(PROMPTS, LONG)] == [o.token_ids for o in plain]
 
 

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.init import new_drafter
-from peagle.engine.batch import Batch, StepTensors
+from peagle.engine.batch import Rows
 from peagle.engine.engine import LLM
-from peagle.engine.request import RequestOutput
-from peagle.engine.step import DraftSide
-from peagle.kernels.accept import Accepted
+from peagle.engine.request import Request, RequestOutput
+from peagle.engine.slots import SlotState
+from peagle.engine.step import DraftSide, SpeculativeStep
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
@@ -77,6 +77,8 @@ def tiny_llm(
 ) -> LLM:
     """The engine of `tiny_parts`; `engine` overrides `EngineConfig`."""
     target, drafter = tiny_parts(dtype, seed, parallel, window)
+    device = engine.get("device", "cpu")
+    target.model.to(device), drafter.to(device)
     return LLM.from_parts(target, drafter, k, EngineConfig(**{"block_size": 4, "max_num_seqs": 8, **engine}))
 
 
@@ -88,19 +90,37 @@ def random_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[in
 def force_drafts(llm: LLM, plain: Sequence[RequestOutput], seed: int, right: float = 0.8) -> None:
     """Make the drafter propose what the target will say, each draft kept with probability `right`, else wrong.
 
-    The real drafter still runs, so its cache is exercised by every accept pattern.
+    The real drafter still runs, so its cache is exercised by every accept pattern. What to say is looked up on the
+    device, by slot and position, so it works in a captured step too.
     """
     rng = np.random.default_rng(seed)
-    step, original = llm._step, llm._step._draft
+    core, step = llm.core, llm.core._speculative
+    state, original, admit = step.state, _ORIGINAL_DRAFT, SlotState.admit
+    known_SL = torch.zeros((len(state.last_token), llm.max_model_len + 64), dtype=torch.int64, device=core.device)
 
-    def drafts(side: DraftSide, batch: Batch, tensors: StepTensors, verified: Accepted, taps_TC: Tensor) -> Tensor:
-        real_BK = original(side, batch, tensors, verified, taps_TC)
-        by_slot = {r.slot: r for r in llm._scheduler.running}
-        for i, (slot, accepted) in enumerate(zip(batch.slot_B.tolist(), verified.count_B.tolist(), strict=True)):
-            request = by_slot[slot]
-            known = plain[request.index].token_ids[len(request.output_ids) + accepted + 1 :]
-            for j, token in enumerate(known[: real_BK.shape[1]]):
-                real_BK[i, j] = token if rng.random() < right else (token + 1) % 95
-        return real_BK
+    def admit_known(requests: Sequence[Request]) -> None:
+        admit(state, requests)
+        for request in requests:
+            tokens = np.array(request.prompt_ids + plain[request.index].token_ids)
+            wrong = rng.random(len(tokens)) >= right
+            line = torch.from_numpy(np.where(wrong, (tokens + 1) % 95, tokens)).to(core.device)
+            known_SL[request.slot, : len(line)] = line
 
+    def drafts(
+        side: DraftSide, rows: Rows, kept_B: Tensor, next_B: Tensor, taps_TC: Tensor, num_drafts: int, mode: Any
+    ) -> Tensor:
+        original(step, side, rows, kept_B, next_B, taps_TC, num_drafts, mode)
+        first_B = (rows.first_B + kept_B + 2).clamp(max=known_SL.shape[1] - 1 - num_drafts)
+        at_BK = first_B[:, None] + torch.arange(num_drafts, device=first_B.device)
+        return known_SL[rows.slot_B[:, None], at_BK]
+
+    state.admit = admit_known  # type: ignore[method-assign]
     step._draft = drafts  # type: ignore[method-assign]
+
+
+def drafts_of(llm: LLM) -> Tensor:
+    """What the slots hold to be verified next, [S, K]."""
+    return llm.core._speculative.state.drafts[:-1].clone()
+
+
+_ORIGINAL_DRAFT = SpeculativeStep._draft

@@ -1,6 +1,7 @@
 """Fixtures of the kernels' tests."""
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -15,3 +16,46 @@ def numpy_scalars(monkeypatch):
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture
+def rounded_bfloat16(monkeypatch):
+    """The interpreter cuts float32 off to bfloat16; a GPU rounds to the nearest."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    original = InterpreterBuilder.cast_impl
+
+    def cast(self, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return original(self, src, dst_type)
+        rounded = torch.from_numpy(src.data).to(torch.bfloat16).view(torch.uint16)
+        return TensorHandle(rounded.numpy(), dst_type.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
+
+
+@pytest.fixture
+def bfloat16_products(rounded_bfloat16, monkeypatch):
+    """The interpreter keeps bfloat16 as its bits and would multiply those."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    original = InterpreterBuilder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle(torch.from_numpy(x.data.copy()).view(torch.bfloat16).float().numpy(), tl.float32)
+
+    def dot(self, a, b, *rest):
+        return original(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.fixture
+def wide_tiles(monkeypatch):
+    """Fewer programs of the fused linear layers: each takes the interpreter 10 ms, whatever its size."""
+    from peagle.kernels import fused_linear_triton
+
+    monkeypatch.setattr(fused_linear_triton, "_PROGRAMS", 1)
+    monkeypatch.setattr(fused_linear_triton, "_MOST_COLUMNS", 128)

@@ -42,6 +42,7 @@ def test_worked_example_with_two_requests():
     assert layout.source_rows.tolist() == [0, 1, -1, -1, -1, -1, 4, 5, 6, 7, -1, -1]
     assert layout.seq_lens.tolist() == [16, 11]
     assert layout.query_start.tolist() == [0, 6, 12]
+    assert layout.next_ids.tolist() == [d1, n_a, 0, 0, e1, e2, e3, n_b]
 
 
 def scalar_layout(ids, first, next_tokens, starts, ends, tables, *, k: int, block: int, limit: int) -> list[tuple]:
@@ -87,3 +88,5 @@ def test_equals_a_scalar_loop(k: int, requests: list[tuple[int, int]], data: st.
     assert rows == scalar_layout(ids, first, next_tokens, starts, ends, tables, k=k, block=block, limit=limit)
     expected_samples = [ends[r] + r * (k - 1) + j for r in range(len(requests)) for j in range(k)]
     assert layout.sample_rows.tolist() == expected_samples
+    token_of = {s: t for s, t in columns(layout.source_rows, layout.input_ids) if s >= 0}
+    assert layout.next_ids.tolist() == [token_of.get(t, 0) for t in range(len(ids))]

@@ -30,22 +30,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
 
 
-@pytest.fixture
-def rounded_bfloat16(monkeypatch):
-    """The interpreter cuts float32 off to bfloat16; a GPU rounds to the nearest."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
-
-    original = InterpreterBuilder.cast_impl
-
-    def cast(self, src, dst_type):
-        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
-            return original(self, src, dst_type)
-        rounded = torch.from_numpy(src.data).to(torch.bfloat16).view(torch.uint16)
-        return TensorHandle(rounded.numpy(), dst_type.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
-
-
 def eighths(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Multiples of 1/8 within -4 .. 4: sums of a few thousand squares are exact in float32."""
     x = torch.randint(-32, 33, shape, generator=torch.Generator().manual_seed(seed))

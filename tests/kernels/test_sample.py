@@ -111,15 +111,10 @@ def check_same_noise(device: str) -> None:
     assert differing(flat, rows) == 0
 
 
-def test_filtered_rows_and_float64_go_to_torch():
-    """Whatever the backend: neither needs Triton to be able to run here."""
-    rows = sampling_of(4, "cpu")
-    filtered = RowSampling(rows.temperature, rows.top_k + 2, rows.top_p, rows.seed, rows.indices, filtered=True)
-    logits = peaked_logits(4, 50, torch.float32, "cpu")
-    ids = torch.arange(50) * 2
-    expected = sample(logits, filtered, ids, backend="torch")
-    assert torch.equal(sample(logits, filtered, ids, backend="triton"), expected)
-    assert torch.equal(sample(logits.double(), None, backend="triton"), logits.argmax(-1))
+def test_float64_goes_to_torch():
+    """Whatever the backend: it does not need Triton to be able to run here."""
+    logits = peaked_logits(4, 50, torch.float64, "cpu")
+    assert torch.equal(sample(logits, None, backend="triton"), logits.argmax(-1))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")

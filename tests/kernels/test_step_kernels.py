@@ -1,4 +1,4 @@
-"""The small kernels of a step, acceptance, the KV write and the drafter's inputs, against their torch twins: exactly.
+"""The small kernels of a step, acceptance, the KV write and the drafter's rows, against their torch twins: exactly.
 
 Buffers that a kernel must not write to hold values it could not have made.
 """
@@ -15,6 +15,7 @@ from benchmarks.step_kernels import SHAPES, Step
 from peagle.kernels.accept import accept
 from peagle.kernels.draft_layout import DraftLayout, draft_layout
 from peagle.kernels.draft_rows import MaskRow, draft_rows
+from peagle.kernels.expand_rows import expand_rows
 from peagle.kernels.kv_write import kv_write
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
@@ -106,6 +107,23 @@ def compare_draft_rows(hidden: int, dtype: torch.dtype, masked: bool, device: st
         assert torch.equal(expected[1][row], want[1])
 
 
+def compare_expand_rows(size: int, dtype: torch.dtype, device: str) -> None:
+    """All rows and chosen ones, from rows of a wider tensor; rejected target rows hold NaN: none may be read."""
+    layout = layout_of(5, True, device)
+    wide = torch.full((8 * 8 + 21 + 8, size + 3), torch.nan, dtype=dtype, device=device)
+    used = layout.source_rows[layout.source_rows >= 0]
+    wide[used] = torch.randn(len(used), size + 3, device=device).to(dtype)
+    mask = torch.randn(size, device=device).to(dtype)
+    every = torch.arange(len(layout.source_rows), device=device)
+    for rows in (None, layout.sample_rows, every.flip(0)[::3].contiguous()):
+        expected, got = (expand_rows(layout, wide[:, 1:-2], mask, rows, backend=b) for b in ("torch", "triton"))
+        assert torch.equal(expected, got)
+        for row, have in zip((every if rows is None else rows).tolist(), expected, strict=True):
+            source = int(layout.source_rows[row])
+            want = mask if layout.is_masked[row] else wide[source, 1:-2] if source >= 0 else torch.zeros_like(mask)
+            assert torch.equal(have, want)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
 def test_in_the_interpreter():
     run_interpreted(__file__)
@@ -132,6 +150,13 @@ def test_interpreted_draft_rows(hidden: int, dtype: torch.dtype, masked: bool):
     compare_draft_rows(hidden, dtype, masked, "cpu")
 
 
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 960, 2881])
+def test_interpreted_expand_rows(size: int, dtype: torch.dtype):
+    compare_expand_rows(size, dtype, "cpu")
+
+
 @gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", range(9))
@@ -154,6 +179,14 @@ def test_kv_write_on_gpu(heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 @pytest.mark.parametrize("masked", [True, False])
 def test_draft_rows_on_gpu(hidden: int, dtype: torch.dtype, masked: bool):
     compare_draft_rows(hidden, dtype, masked, "cuda")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 960, 2881, 6144])
+def test_expand_rows_on_gpu(size: int, dtype: torch.dtype):
+    compare_expand_rows(size, dtype, "cuda")
 
 
 @gpu

@@ -46,7 +46,7 @@ def decode(target: Target, drafter: Eagle3Drafter, prompt: list[int]) -> tuple[l
     llm.set_speculation(False)
     text = prompt + llm.generate([prompt], params)[0].token_ids
     llm.set_speculation(True)
-    step, rng, seen, now = llm._step, np.random.default_rng(0), dict[int, list[Tensor]](), SimpleNamespace()
+    step, rng, seen, now = llm.core._speculative, np.random.default_rng(0), dict[int, list[Tensor]](), SimpleNamespace()
     draft = step._draft
 
     def pick(side, stream_UH, rows):
@@ -56,11 +56,10 @@ def decode(target: Target, drafter: Eagle3Drafter, prompt: list[int]) -> tuple[l
         truth = (text + [0] * K)[at : at + len(stream_UH)]
         return torch.tensor(truth)
 
-    def draft_and_spoil(side, batch, tensors, accepted, taps_TC):
-        kept = int(accepted.count_B[0]) if batch.decode_B[0] else int(batch.rows_B[0]) - 1
-        now.anchor = int(batch.first_B[0]) + kept
+    def draft_and_spoil(side, rows, kept_B, next_B, taps_TC, num_drafts, mode):
+        now.anchor = int(rows.first_B[0] + kept_B[0])
         seen[now.anchor] = []
-        drafts_BK = draft(side, batch, tensors, accepted, taps_TC)
+        drafts_BK = draft(side, rows, kept_B, next_B, taps_TC, num_drafts, mode)
         return torch.where(torch.from_numpy(rng.random(K) < 0.7), drafts_BK, (drafts_BK + 1) % 90)
 
     step._pick, step._draft = pick, draft_and_spoil

@@ -10,13 +10,14 @@ from torch import Tensor
 from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.engine import LLM
+from peagle.engine.request import Request
 from peagle.errors import PeagleError
 from peagle.models.layers import RopeSpec
 from peagle.models.weights import random_weights
 from peagle.sampling import SamplingParams
 from peagle.training.rows import Rows
 from peagle.training.ttt import ttt_hidden
-from tests.engine.tiny import random_prompts, tiny_parts
+from tests.engine.tiny import drafts_of, random_prompts, tiny_parts
 from tests.helpers import causal_attend
 
 VOCAB, K = 50, 4
@@ -147,18 +148,22 @@ def test_equals_the_passes_of_the_engine(max_tokens: int, window: int | None):
         windowed = Eagle3Drafter(replace(drafter.config, layer_types=types, sliding_window=window)).double()
         windowed.load_state_dict(drafter.state_dict())
         drafter = windowed.requires_grad_(False)
-    llm = LLM.from_parts(parts, drafter, K, EngineConfig(block_size=4, max_num_seqs=2))
+    llm = LLM.from_parts(parts, drafter, K, EngineConfig(block_size=4, max_num_seqs=1))
     target = parts.model
     seen, decided = [], []
-    logits, advance = drafter.logits, llm._advance
+    logits, advance = drafter.logits, llm.core._advance
     drafter.logits = lambda hidden: (seen.append(hidden), logits(hidden))[1]
-    llm._advance = lambda scheduled, result: (decided.append(result), advance(scheduled, result))[1]
+
+    def note(request: Request, line: list[int], num_drafts: int | None, now: float) -> None:
+        decided.append(line[: line[-1] + 1])
+        advance(request, line, num_drafts, now)
+
+    llm.core._advance = note
     for prompt in random_prompts(4, seed=7):
         seen.clear(), decided.clear()
         llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
-        sampled = [t for r in decided for t in r.tokens_BV[0, : r.accepted_B[0] + 1].tolist()]
-        # The first result is the prompt's: all its columns hold the same token.
-        tokens = torch.tensor([*prompt, *sampled, *decided[-1].drafts_BK[0].tolist()])
+        sampled = [token for tokens in decided for token in tokens]
+        tokens = torch.tensor([*prompt, *sampled, *drafts_of(llm)[0].tolist()])
         known = len(prompt) + len(sampled) - 1  # positions with taps, the last one the anchor
         _, taps = target(tokens[:known], torch.arange(known), causal_attend([known]), drafter.config.tap_ids)
         taps = torch.cat((taps, torch.zeros(K - 1, taps.shape[1], dtype=taps.dtype)))

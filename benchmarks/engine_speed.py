@@ -1,0 +1,382 @@
+"""Time of a speculative step and tokens per second: shapes x methods x K x requests at once.
+
+With random weights and acceptance by chance (benchmarks/speed_shapes.py says which), so that no trained head is needed
+and vLLM can be given the very same (benchmarks/peer_vllm.py). 128 tokens in, 512 out, greedy, end tokens ignored; timed
+are the steps in which all requests decode. The engines of a group stand side by side and take turns, repeat by repeat.
+After the repeats some steps are profiled: how long the GPU was busy, how many kernels and launches. Every figure is
+written as soon as it is there, the most important groups first: stopped early, by --seconds or by hand, the file holds
+what was measured. Hardware: one GPU, 40 GB for the largest shape; about ten minutes on an H200 for everything.
+
+    python -m benchmarks.engine_speed --out benchmarks/results/engine-speed-h200.json
+    python -m benchmarks.engine_speed --shapes qwen3-8b --methods p-eagle none --k 7 --seconds 120 --out FILE
+    python -m benchmarks.engine_speed --device cpu --out FILE       # does the script itself work? a tiny shape
+
+A trained head instead, with the acceptance it has on prompts, beside plain decoding. Prompts are taken in batches of
+as many as decode at once, end tokens are ignored; --output-tokens 128 (the default there) is what most answers reach:
+
+    python -m benchmarks.engine_speed --target org/model --head runs/model/head --prompts mt_bench --k 5 7 --out FILE
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.common import command, first_turns
+from benchmarks.speed_shapes import (
+    CONCURRENCY,
+    EAGLE3,
+    OUTPUT_TOKENS,
+    P_EAGLE,
+    PLAIN,
+    PROMPT_TOKENS,
+    REAL_SHAPES,
+    SHAPES,
+    EngineSpeedRow,
+    Setup,
+    drafter_config,
+    geometric_rate,
+    hf_config,
+    plan,
+    random_prompts,
+)
+from peagle.bench.profile import Profile
+from peagle.bench.report import write_result
+from peagle.bench.roofline import copy_bandwidth, step_cost
+from peagle.bench.stepping import Decoding, Window, decode_window, profile_steps
+from peagle.config import EngineConfig
+from peagle.devices import resolve_device, resolve_dtype
+from peagle.drafters.checkpoint import load_drafter
+from peagle.drafters.eagle3 import Eagle3Drafter
+from peagle.drafters.p_eagle import drafter_for
+from peagle.drafters.vocab import offsets
+from peagle.engine.engine import LLM
+from peagle.errors import PeagleError
+from peagle.models.layers import RMSNorm
+from peagle.models.target import Target, load_target
+from peagle.models.tokenizer import encode, render_chat
+from peagle.sampling import SamplingParams
+
+_WARM_UP_TOKENS = 48  # of the answers before anything is timed: graphs are captured, the allocator has filled
+_BLOCK_SIZE = 16
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine and what was measured of it, by concurrency."""
+
+    setup: Setup
+    llm: LLM
+    batches: Callable[[int], Sequence[Prompts]]  # what to answer at a concurrency, in turn
+    windows: dict[int, list[Window]] = field(default_factory=dict)
+    profiles: dict[int, Profile] = field(default_factory=dict)
+
+
+class Session:
+    """All measurements of a run: the clock, the rows so far and the file they go to."""
+
+    def __init__(self, args: argparse.Namespace, total: int) -> None:
+        """`total` is how many measurements there will be."""
+        self.args, self.device = args, resolve_device(args.device)
+        self.dtype = resolve_dtype(args.dtype, self.device)
+        self.bandwidth = 1e9 * args.bandwidth if args.bandwidth else copy_bandwidth(self.device)
+        self.rows: dict[tuple[Setup, int], EngineSpeedRow] = {}
+        self._total, self._done = total, 0
+        self._begin, self._first = time.perf_counter(), 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time that was given is used up."""
+        return self.args.seconds is not None and time.perf_counter() - self._begin > self.args.seconds
+
+    def measured(self, engine: Engine, concurrency: int) -> None:
+        """Write the rows anew with those of an engine at one concurrency, and say how far things are."""
+        row = _row(engine, concurrency, self.bandwidth, self.dtype)
+        self.rows[engine.setup, concurrency] = row
+        self._write()
+        now = time.perf_counter()
+        self._first = self._first or now  # what came before it, loading and warming up, comes once a group
+        self._done += 1
+        spent = now - self._begin
+        left = (now - self._first) / max(self._done - 1, 1) * (self._total - self._done)
+        busy = "" if row.gpu_busy_ms is None else f", GPU busy {row.gpu_busy_ms:.3f} ms"
+        print(
+            f"[{self._done}/{self._total}, {spent:.0f} s, about {left:.0f} s left] {engine.setup.label} "
+            f"c={concurrency}: {row.ms_per_step:.3f} ms a step, {row.tokens_per_second:,.0f} tok/s{busy}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _write(self) -> None:
+        args = self.args
+        settings = {
+            "command": command(),
+            "prompt_tokens": PROMPT_TOKENS if args.target is None else None,
+            "output_tokens": args.output_tokens,
+            "target": args.target,
+            "head": str(args.head) if args.head else None,
+            "prompts": args.prompts if args.target else "random",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 1),
+            "bandwidth_is": "given" if args.bandwidth else "that of a copy, reads and writes together",
+            "definition": "tokens per second = acceptance length x requests / time of a step, prefill left out",
+        }
+        write_result(args.out, args.out.stem, settings, {"rows": list(self.rows.values())})
+
+
+def main() -> None:
+    args = _arguments()
+    if args.target is None:
+        _measure_shapes(args)
+    else:
+        _measure_head(args)
+    print(f"wrote {args.out}")
+
+
+def _measure_shapes(args: argparse.Namespace) -> None:
+    groups = plan(args.shapes, args.methods, args.k, equal=not args.no_equal)
+    if not groups:
+        raise PeagleError(f"nothing to measure: K of random drafters is 3, 5 or 7, not {args.k}")
+    session = Session(args, sum(map(len, groups)) * len(args.concurrency) * (args.repeats + 1))
+    for setups in groups:
+        if session.is_over:
+            break
+        target = dummy_target(setups[0].shape, session.dtype, session.device)
+        methods = {setup.method for setup in setups} - {PLAIN}
+        drafters = {method: dummy_drafter(target, method) for method in methods}
+        engines = [_engine(session, target, drafters.get(setup.method), setup) for setup in setups]
+        _take_turns(session, engines)
+        del target, drafters, engines
+        _free()
+
+
+def _measure_head(args: argparse.Namespace) -> None:
+    drafts = list(args.k)
+    session = Session(args, (1 + len(drafts)) * len(args.concurrency) * (args.repeats + 1))
+    target = load_target(args.target, dtype=session.dtype, device=session.device)
+    drafter = load_drafter(
+        args.head, target.model, target.spec, dtype=session.dtype, device=session.device, target_name=target.name
+    )
+    method = P_EAGLE if drafter.config.parallel else EAGLE3
+    prompts = chat_prompts(target, args.prompts, args.limit)
+    if len(prompts) < max(args.concurrency):
+        raise PeagleError(f"{len(prompts)} prompts are too few for {max(args.concurrency)} at once; lower that")
+
+    def batches(concurrency: int) -> Sequence[Prompts]:
+        return in_batches(prompts, concurrency)
+
+    length = max(map(len, prompts))
+    setups = [*(Setup(target.name, method, k, "real") for k in drafts), Setup(target.name, PLAIN, 0, "real")]
+    engines = [
+        Engine(setup, _llm(session, target, drafter if setup.num_drafts else None, setup, length), batches)
+        for setup in setups
+    ]
+    _take_turns(session, engines)
+
+
+def chat_prompts(target: Target, suite: str, limit: int) -> list[list[int]]:
+    """First turns of a prompt set as the target's template writes them, in tokens."""
+    turns = first_turns(suite, limit)
+    return [encode(target.tokenizer, render_chat(target.tokenizer, t, add_generation_prompt=True)) for t in turns]
+
+
+def in_batches(prompts: Prompts, concurrency: int) -> list[Prompts]:
+    """Prompts in batches of exactly so many; what is left over is left out."""
+    whole = len(prompts) // concurrency * concurrency
+    return [prompts[i : i + concurrency] for i in range(0, whole, concurrency)]
+
+
+def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
+    """Warm up, then repeat by repeat every engine at every concurrency, then profile each."""
+    args = session.args
+    for engine in engines:
+        for concurrency in args.concurrency:
+            decode_window(engine.llm, engine.batches(concurrency)[0], _params(_WARM_UP_TOKENS))
+    for _ in range(args.repeats):
+        for concurrency in args.concurrency:
+            for engine in engines:
+                if session.is_over:
+                    return
+                window = _sum(
+                    [
+                        decode_window(engine.llm, prompts, _params(args.output_tokens))
+                        for prompts in engine.batches(concurrency)
+                    ]
+                )
+                engine.windows.setdefault(concurrency, []).append(window)
+                session.measured(engine, concurrency)
+    for engine in engines:
+        for concurrency in args.concurrency:
+            if session.is_over:
+                return
+            engine.profiles[concurrency] = _profile(engine, concurrency, args.profile_steps)
+            session.measured(engine, concurrency)
+
+
+def _profile(engine: Engine, concurrency: int, steps: int) -> Profile:
+    tokens = 2 * _WARM_UP_TOKENS + (steps + 4) * (engine.setup.num_drafts + 1)
+    batch = Decoding(engine.llm, engine.batches(concurrency)[0], _params(tokens))
+    batch.settle(_WARM_UP_TOKENS)
+    profile = profile_steps(batch, steps)
+    batch.drain()
+    return profile
+
+
+def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype) -> EngineSpeedRow:
+    setup, windows = engine.setup, engine.windows[concurrency]
+    ms = [window.ms_per_step for window in windows]
+    whole, profile = _sum(windows), engine.profiles.get(concurrency)
+    length = whole.acceptance_length if setup.acceptance == "real" else setup.acceptance_length
+    drafter = engine.llm.drafter
+    cost = step_cost(
+        engine.llm.target.spec,
+        drafter.config if drafter else None,
+        setup.num_drafts,
+        requests=concurrency,
+        context=whole.context,
+        acceptance_length=length,
+        dtype=dtype,
+    )
+    floor_ms = cost.floor_ms(bandwidth)
+    on_gpu = profile is not None and profile.on_gpu
+    return EngineSpeedRow(
+        shape=setup.shape,
+        method=setup.method,
+        num_speculative_tokens=setup.num_drafts,
+        concurrency=concurrency,
+        acceptance=setup.acceptance,
+        acceptance_length=round(length, 4),
+        acceptance_length_measured=round(whole.acceptance_length, 4),
+        ms_per_step=round(median(ms), 4),
+        ms_per_step_lowest=round(min(ms), 4),
+        ms_per_step_highest=round(max(ms), 4),
+        tokens_per_second=round(1e3 * length * concurrency / median(ms), 1),
+        repeats=len(ms),
+        steps=whole.steps,
+        mean_context=round(whole.context, 1),
+        gpu_busy_ms=round(profile.busy_ms, 4) if profile and on_gpu else None,
+        gpu_busy_share=round(min(profile.busy_ms / median(ms), 1.0), 4) if profile and on_gpu else None,
+        kernels_per_step=round(profile.per_step(profile.kernels), 1) if profile and on_gpu else None,
+        launches_per_step=round(profile.per_step(profile.launches), 1) if profile and on_gpu else None,
+        graph_launches_per_step=round(profile.per_step(profile.graph_launches), 2) if profile and on_gpu else None,
+        mbytes_per_step=round(cost.num_bytes / 1e6, 3),
+        floor_ms=round(floor_ms, 4),
+        times_floor=round(median(ms) / floor_ms, 2),
+    )
+
+
+def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup) -> Engine:
+    prompts = random_prompts(target.spec.vocab_size, max(session.args.concurrency))
+    llm = _llm(session, target, drafter, setup, PROMPT_TOKENS)
+    return Engine(setup, llm, lambda concurrency: [prompts[:concurrency]])
+
+
+def _llm(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup, prompt_tokens: int) -> LLM:
+    args = session.args
+    longest = max(args.output_tokens, 2 * _WARM_UP_TOKENS + (args.profile_steps + 4) * (setup.num_drafts + 1))
+    length = prompt_tokens + longest + 2 * setup.num_drafts + 1
+    config = EngineConfig(
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=min(-(-length // _BLOCK_SIZE) * _BLOCK_SIZE, target.spec.max_position_embeddings),
+        max_num_seqs=max(args.concurrency),
+        block_size=_BLOCK_SIZE,
+        num_kv_blocks=max(args.concurrency) * (-(-length // _BLOCK_SIZE) + 1),
+        enable_prefix_caching=False,
+    )
+    rate = geometric_rate(setup.acceptance_length, setup.num_drafts) if setup.acceptance != "real" else None
+    rates = None if rate is None or drafter is None else (rate,) * setup.num_drafts
+    return LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
+
+
+def dummy_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
+    """A target of that shape with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape)))
+        target = load_target(folder, dtype=dtype, device=device, load_format="dummy")
+    target.name = shape
+    return target
+
+
+@torch.no_grad()
+def dummy_drafter(target: Target, method: str) -> Eagle3Drafter:
+    """A random drafter on the target's device. Tables of the target's size are the target's own."""
+    weight = target.model.embed_tokens.weight
+    config = drafter_config(target.spec, method)
+    with torch.device("meta"):
+        drafter = drafter_for(config)
+    drafter = drafter.to(weight.dtype).to_empty(device=weight.device).eval().requires_grad_(False)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    for module in drafter.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0, generator=generator)
+    size = config.draft_vocab_size
+    drafter.d2t.copy_(offsets(torch.arange(size, device=weight.device) * config.vocab_size // size))
+    drafter.embed_tokens = target.model.embed_tokens
+    if size == config.vocab_size:
+        drafter.lm_head = target.model.lm_head
+    return drafter
+
+
+def _params(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def _sum(windows: Sequence[Window]) -> Window:
+    total = windows[0]
+    for window in windows[1:]:
+        total = total + window
+    return total
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--methods", nargs="+", choices=[P_EAGLE, EAGLE3, PLAIN], default=[P_EAGLE, EAGLE3, PLAIN])
+    parser.add_argument("--k", nargs="+", type=int, default=[3, 5, 7])
+    parser.add_argument("--no-equal", action="store_true", help="leave out EAGLE-3 at P-EAGLE's acceptance lengths")
+    parser.add_argument("--concurrency", nargs="+", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output-tokens", type=int, help=f"per request; default {OUTPUT_TOKENS}, 128 with --target")
+    parser.add_argument("--profile-steps", type=int, default=24)
+    parser.add_argument("--seconds", type=float, help="stop the grid after so long")
+    parser.add_argument("--bandwidth", type=float, help="of the memory, GB/s (H200: 4800); default: that of a copy")
+    parser.add_argument("--target", metavar="MODEL", help="a real target, with --head and --prompts")
+    parser.add_argument("--head", type=Path, metavar="DIR")
+    parser.add_argument("--prompts", default="mt_bench", help="mt_bench, humaneval, gsm8k, mbpp or a prompts file")
+    parser.add_argument("--limit", type=int, default=64, help="prompts, from the top")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    if (args.target is None) != (args.head is None):
+        parser.error("--target and --head belong together")
+    cpu = resolve_device(args.device).type == "cpu"
+    args.shapes = args.shapes or (["tiny"] if cpu else list(REAL_SHAPES))
+    args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
+    args.output_tokens = args.output_tokens or (64 if cpu else OUTPUT_TOKENS if args.target is None else 128)
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The least time a speculative step can take: what it must read and compute, over what the machine can do.
+
+A pass reads each of its matrices once, and the keys and values of every request once. Embedding rows, norms and
+activations are left out: they are thousandths. EAGLE-3 passes once per draft over its layers and head; a head small
+enough to stay in the GPU's cache from pass to pass can beat the figure.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from peagle.drafters.eagle3 import DrafterConfig
+from peagle.models.spec import ModelSpec
+
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # far more than caches hold
+
+
+class _Sizes(Protocol):
+    """What a decoder layer's matrices depend on; a drafter's config and a target's spec both have it."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Bytes that a step must read, and the operations of its matmuls (2 per multiplication and addition)."""
+
+    target_bytes: int
+    drafter_bytes: int
+    kv_bytes: int
+    flops: float
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target_bytes + self.drafter_bytes + self.kv_bytes
+
+    def floor_ms(self, bandwidth: float, peak_flops: float | None = None) -> float:
+        """The longer of reading at `bandwidth` (bytes/s) and computing at `peak_flops` (None: not counted)."""
+        computing = self.flops / peak_flops if peak_flops else 0.0
+        return 1e3 * max(self.num_bytes / bandwidth, computing)
+
+
+def step_cost(
+    spec: ModelSpec,
+    drafter: DrafterConfig | None,
+    num_drafts: int,
+    *,
+    requests: int,
+    context: float,
+    acceptance_length: float,
+    dtype: torch.dtype,
+) -> StepCost:
+    """The cost of one step of `requests` requests that each have `context` tokens; without drafter a plain one."""
+    rows = requests * (num_drafts + 1 if drafter else 1)
+    target = _layers(spec) + spec.vocab_size * spec.hidden_size
+    kv = _kv_per_token(spec)
+    flops = 2.0 * rows * target
+    weights = 0
+    if drafter is not None:
+        passes = 1 if drafter.parallel else num_drafts
+        fc = drafter.feature_size * drafter.hidden_size
+        layers, head = _layers(drafter, fused=True), drafter.draft_vocab_size * drafter.hidden_size
+        weights = fc + passes * (layers + head)
+        kv += passes * _kv_per_token(drafter)
+        kept = requests * acceptance_length  # rows of tokens that stand; K-1 mask rows or later passes come on top
+        flops += 2.0 * (kept * fc + (kept + requests * (num_drafts - 1)) * layers + requests * num_drafts * head)
+    size = dtype.itemsize
+    return StepCost(target * size, weights * size, int(kv * requests * context) * size, flops)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written together, of copying a large tensor: the best of some tries.
+
+    Needs 2 GiB on a GPU and gives them back: to be called before an engine takes the memory.
+    """
+    source = torch.ones(_COPY_BYTES["cuda" if device.type == "cuda" else "cpu"], dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(6):
+        _wait(device)
+        start = time.perf_counter()
+        copy.copy_(source)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    num_bytes = 2 * source.numel()
+    del source, copy
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return num_bytes / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _layers(sizes: _Sizes, *, fused: bool = False) -> int:
+    """Parameters of all layers; of a drafter the first reads embedding and feature side by side."""
+    width = sizes.num_heads * sizes.head_dim
+    projected = width + 2 * sizes.num_kv_heads * sizes.head_dim
+    one = sizes.hidden_size * (projected + width + 3 * sizes.intermediate_size)
+    return sizes.num_layers * one + (sizes.hidden_size * projected if fused else 0)
+
+
+def _kv_per_token(sizes: _Sizes) -> int:
+    return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim

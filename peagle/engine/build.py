@@ -1,0 +1,143 @@
+"""From a loaded target and head to an `EngineCore`: sizes, memory, caches, kernels."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from peagle.config import EngineConfig
+from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
+from peagle.engine.block_pool import BlockPool
+from peagle.engine.core import EngineCore
+from peagle.engine.kv_cache import PagedCache
+from peagle.engine.memory import plan_memory
+from peagle.engine.scheduler import Scheduler
+from peagle.engine.slots import SlotState
+from peagle.engine.step import DraftSide, SpeculativeStep
+from peagle.errors import PeagleError
+from peagle.kernels.backend import can_run_triton
+from peagle.kernels.synthetic_acceptance import SyntheticLengths
+from peagle.models.layers import use_kernels
+from peagle.models.packing import pack_linears
+from peagle.models.spec import ModelSpec
+from peagle.models.target import Target
+
+_log = logging.getLogger(__name__)
+
+
+def build_core(
+    target: Target,
+    drafter: Eagle3Drafter | None,
+    most_drafts: int,
+    config: EngineConfig,
+    *,
+    pack: bool,
+    synthetic_rates: Sequence[float] | None,
+) -> EngineCore:
+    """Allocate the caches on the models' device and join everything, for up to `most_drafts` drafts a round.
+
+    `pack` replaces linear layers by packed ones on the CPU. Raises PeagleError for settings that do not fit the model,
+    the head or the memory.
+    """
+    weight = target.model.embed_tokens.weight
+    device, spec = weight.device, target.spec
+    kernels = resolve_kernels(config, device)
+    _check_max_model_len(config.max_model_len, spec)
+    for module in (target.model, drafter):
+        if module is not None:
+            use_kernels(module, kernels)
+            if pack and device.type == "cpu":
+                pack_linears(module)
+    draft_config = drafter.config if drafter is not None else None
+    memory = plan_memory(config, spec, draft_config, most_drafts, dtype=weight.dtype, device=device)
+    _log.info("%s", memory.describe())
+    max_model_len = memory.max_model_len
+    num_slots = (memory.num_blocks + 1) * config.block_size  # block 0 is the null block
+    state = SlotState(config.max_num_seqs, most_drafts, -(-max_model_len // config.block_size), device)
+    step = SpeculativeStep(
+        target.model,
+        _cache(spec, num_slots, weight, kernels),
+        _draft_side(drafter, num_slots, weight, kernels, most_drafts),
+        state,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        attention=config.attention,
+        kernels=kernels,
+        synthetic=None if synthetic_rates is None else SyntheticLengths(synthetic_rates, device),
+    )
+    scheduler = Scheduler(
+        BlockPool(memory.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+    on_cuda = device.type == "cuda"
+    return EngineCore(
+        step,
+        scheduler,
+        most_drafts,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        device=device,
+        kernels=kernels,
+        graphs=config.graphs and on_cuda,
+        steps_ahead=int(config.async_scheduling and on_cuda),
+        has_drafter=drafter is not None,
+    )
+
+
+def resolve_kernels(config: EngineConfig, device: torch.device) -> str:
+    """The form of the kernels that runs: "torch" or "triton". Raises PeagleError where Triton is asked for and cannot
+    run."""
+    for name in ("attention", "kernels"):
+        if getattr(config, name) == "triton" and not can_run_triton(device):
+            raise PeagleError(f"{name} is 'triton': it needs CUDA and the triton package, not {device}; use auto")
+    if config.kernels == "auto":
+        return "triton" if device.type == "cuda" and can_run_triton(device) else "torch"
+    return config.kernels
+
+
+def _check_max_model_len(asked: int | None, spec: ModelSpec) -> None:
+    context = spec.max_position_embeddings
+    if asked is not None and asked > context:
+        raise PeagleError(f"max_model_len is {asked}: it must be at most the target's context, {context} tokens")
+
+
+def _cache(
+    sizes: ModelSpec | DrafterConfig,
+    num_slots: int,
+    weight: torch.Tensor,
+    kernels: str,
+    windows: Sequence[int | None] | None = None,
+) -> PagedCache:
+    return PagedCache(
+        sizes.num_layers,
+        sizes.num_kv_heads,
+        sizes.head_dim,
+        num_slots,
+        dtype=weight.dtype,
+        device=weight.device,
+        windows=windows,
+        kernels=kernels,
+    )
+
+
+def _draft_side(
+    drafter: Eagle3Drafter | None, num_slots: int, weight: torch.Tensor, kernels: str, most_drafts: int
+) -> DraftSide | None:
+    if drafter is None:
+        return None
+    _check_windows(drafter.config.windows, most_drafts)
+    return DraftSide.of(drafter, _cache(drafter.config, num_slots, weight, kernels, drafter.config.windows))
+
+
+def _check_windows(windows: Sequence[int | None], num_drafts: int) -> None:
+    """PeagleError when a row of a draft would not see all of its chain, as it did in training."""
+    narrow = [window for window in windows if window is not None and window <= num_drafts]
+    if narrow:
+        raise PeagleError(
+            f"num_speculative_tokens is {num_drafts}: the head's sliding window of {narrow[0]} positions allows at "
+            f"most {narrow[0] - 1}"
+        )

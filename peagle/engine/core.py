@@ -1,0 +1,215 @@
+"""`EngineCore`: what turns requests into tokens. It owns scheduler, caches, slots and steps, and knows no text.
+
+On CUDA the host runs one step behind the device: it launches step t + 1 before it reads what step t emitted. A request
+that turns out to have finished in step t has then one step too many in flight, whose result is dropped.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.engine.batch import HostShape, Rows
+from peagle.engine.graphs import DecodeGraphs
+from peagle.engine.request import Request
+from peagle.engine.scheduler import Chunk, Schedule, Scheduler
+from peagle.engine.slots import SamplingMode
+from peagle.engine.speculation import FixedK, KPolicy
+from peagle.engine.step import SpeculativeStep
+from peagle.errors import PeagleError
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A pass whose tokens the host has not read: [B, V + 1], in pinned memory once `done`."""
+
+    step: int
+    lines: list[tuple[int, Request]]  # which line belongs to whom
+    num_drafts: int | None  # None: prompts
+    tokens: Tensor
+    done: torch.cuda.Event | None
+
+
+class EngineCore:
+    """Runs requests to their end, one `step` at a time."""
+
+    def __init__(
+        self,
+        step: SpeculativeStep,
+        scheduler: Scheduler,
+        num_drafts: int,
+        *,
+        max_num_seqs: int,
+        block_size: int,
+        max_model_len: int,
+        device: torch.device,
+        kernels: str,
+        graphs: bool,
+        steps_ahead: int,
+        has_drafter: bool,
+    ) -> None:
+        """`num_drafts` is K, until `policy` is replaced by another way to choose it, up to the same K.
+
+        `steps_ahead` is how many steps may be launched and unread; `graphs` needs CUDA and kernels "triton"."""
+        self.scheduler, self._speculative = scheduler, step
+        self.policy: KPolicy = FixedK(num_drafts)
+        self._state = step.state
+        self._block_size, self.max_model_len = block_size, max_model_len
+        self._kernels, self._steps_ahead, self._has_drafter = kernels, steps_ahead, has_drafter
+        self.device, self.max_num_seqs = device, max_num_seqs
+        self._graphs = DecodeGraphs(self._verify, max_num_seqs, device, enabled=graphs) if kernels == "triton" else None
+        self._launched: deque[_Launched] = deque()
+        self._step = 0
+
+    def check_fits(self, request: Request, vocab_size: int) -> None:
+        """PeagleError for a request that the whole cache, or memory for its penalties, could not hold."""
+        if request.params.penalised:
+            self._state.keep_history(vocab_size)
+        most_drafts = self._state.drafts.shape[1]
+        if self.scheduler.blocks_needed(request, most_drafts) > self.scheduler.pool.num_blocks:
+            raise PeagleError(
+                f"prompt {request.index} with {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} needs "
+                "more KV cache than there is: lower max_tokens or max_model_len"
+            )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now; what is in flight for it is dropped."""
+        request.finish_reason = request.finish_reason or "abort"
+        request.ended = time.perf_counter()
+        self.scheduler.abort(request)
+
+    def abort_all(self) -> None:
+        """End every request, and forget what is in flight."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.abort(request)
+        self._launched.clear()
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Launch the next passes and read those that are due; the requests that got tokens, finished ones included."""
+        num_drafts = self.policy.choose(len(self.scheduler.running))
+        advanced: list[Request] = []
+        schedule = self.scheduler.schedule(num_drafts)
+        if schedule.must_drain:
+            advanced += self._read(self._step)
+            schedule = self.scheduler.schedule(num_drafts)
+        self._step += 1
+        self._launch(schedule, num_drafts)
+        is_idle = not (schedule.chunks or schedule.decodes)
+        return advanced + self._read(self._step - (0 if is_idle else self._steps_ahead))
+
+    @torch.inference_mode()
+    def run_padding(self, size: int, num_drafts: int) -> None:
+        """One decode step of a batch in which nobody is: compiles, captures, and can be timed."""
+        self._run_decode(np.full(size, -1), np.full(size, num_drafts + 1), num_drafts, SamplingMode())
+
+    def _launch(self, schedule: Schedule, num_drafts: int) -> None:
+        if schedule.admitted:
+            now = time.perf_counter()
+            for request in schedule.admitted:
+                request.started = request.started or now
+            self._state.admit(schedule.admitted)
+        self._state.extend_tables([*schedule.admitted, *schedule.decodes])
+        if schedule.decodes:
+            self._launch_decode(schedule.decodes, num_drafts)
+        if schedule.chunks:
+            self._launch_prompts(schedule.chunks, num_drafts)
+
+    def _launch_prompts(self, chunks: Sequence[Chunk], num_drafts: int) -> None:
+        """Compute chunks of prompts; those that end one emit a token."""
+        rows = Rows.of_prompts(chunks, self._state, self._block_size, self.max_model_len, self._kernels)
+        lines = [(line, chunk.request) for line, chunk in enumerate(chunks) if chunk.is_last]
+        out = self._speculative.run(rows, num_drafts, SamplingMode.of(request for _, request in lines))
+        for chunk in chunks:
+            request = chunk.request
+            request.num_computed += chunk.num_rows
+            request.in_flight += int(chunk.is_last)
+            self._note_drafter(request, num_drafts)
+            self.scheduler.computed(request)
+        if lines:
+            self._send(lines, None, out)
+
+    def _launch_decode(self, requests: list[Request], num_drafts: int) -> None:
+        """Verify, accept and draft for requests whose prompts are done."""
+        slots = np.array([r.slot for r in requests], dtype=np.int64)
+        mode, width = SamplingMode.of(requests), num_drafts + 1
+        most_keys_B = np.array([r.num_computed + r.rows_in_flight + width for r in requests])
+        out = self._run_decode(slots, most_keys_B, num_drafts, mode)
+        for request in requests:
+            request.in_flight += 1
+            request.rows_in_flight += width
+            self._note_drafter(request, num_drafts)
+        self._send(list(enumerate(requests)), num_drafts, out)
+
+    def _run_decode(
+        self, slots: np.ndarray, most_keys_B: np.ndarray, num_drafts: int, mode: SamplingMode
+    ) -> Tensor:
+        if self._graphs is not None:
+            return self._graphs.run(slots, num_drafts, mode)
+        host = HostShape(np.full(len(slots), num_drafts + 1), most_keys_B, self._state.host_tables[slots])
+        return self._verify(torch.from_numpy(slots).to(self.device), num_drafts, mode, host)
+
+    def _verify(self, slot_B: Tensor, num_drafts: int, mode: SamplingMode, host: HostShape | None = None) -> Tensor:
+        rows = Rows.to_verify(
+            self._state, slot_B, num_drafts, self._block_size, self.max_model_len, host, self._kernels
+        )
+        return self._speculative.run(rows, num_drafts, mode)
+
+    def _note_drafter(self, request: Request, num_drafts: int) -> None:
+        """Blocks with rows that the drafter never saw are of no use to a request that drafts."""
+        request.cacheable &= num_drafts > 0 or not self._has_drafter
+
+    def _send(self, lines: list[tuple[int, Request]], num_drafts: int | None, out: Tensor) -> None:
+        """Send a pass's tokens on their way to the host."""
+        done = None
+        if self.device.type == "cuda":
+            pinned = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            out = pinned.copy_(out, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self._launched.append(_Launched(self._step, lines, num_drafts, out, done))
+
+    def _read(self, through_step: int) -> list[Request]:
+        """Hand requests their tokens of all passes up to a step; the requests that got some."""
+        advanced: list[Request] = []
+        while self._launched and self._launched[0].step <= through_step:
+            launched = self._launched.popleft()
+            if launched.done is not None:
+                launched.done.synchronize()
+            lines_BW, now = launched.tokens.tolist(), time.perf_counter()
+            live = [(lines_BW[line], request) for line, request in launched.lines if request.finish_reason is None]
+            for line, request in live:
+                self._advance(request, line, launched.num_drafts, now)
+            if launched.num_drafts is not None:
+                self.policy.record([line[-1] for line, _ in live], launched.num_drafts)
+            advanced += [request for _, request in live]
+        return advanced
+
+    def _advance(self, request: Request, line: list[int], num_drafts: int | None, now: float) -> None:
+        """One request's tokens of one pass."""
+        accepted, first_index = line[-1], len(request.output_ids)
+        request.in_flight -= 1
+        kept = request.emit(line[: accepted + 1])
+        if num_drafts is not None:
+            request.rows_in_flight -= num_drafts + 1
+            request.num_computed += accepted + 1
+            if num_drafts > 0:
+                request.record_round(first_index, min(accepted, kept), num_drafts)
+        if request.finish_reason is None:
+            self.scheduler.computed(request)
+        else:
+            request.ended = now
+            self.scheduler.finish(request)

@@ -1,0 +1,117 @@
+"""Decode steps as CUDA graphs: one launch a step, whatever the number of layers.
+
+A graph is captured for each (bucket of requests, K, sampling mode) when it is first needed, or ahead of time by
+`warm_up`. A batch is padded to its bucket with slot -1, which computes and changes nothing that counts.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.engine.slots import SamplingMode
+
+_log = logging.getLogger(__name__)
+_EAGER_CALLS = 2  # before a capture: kernels are compiled and the libraries' workspaces come about here
+
+Body = Callable[[Tensor, int, SamplingMode], Tensor]  # (slot_B, K, mode) -> out
+
+
+class Key(NamedTuple):
+    """What a captured step depends on."""
+
+    bucket: int
+    num_drafts: int
+    mode: SamplingMode
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    out: Tensor
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Batch sizes that get a graph of their own: every power of two and its one and a half, and the largest batch.
+
+    Padding costs a step at most a third of its rows; a graph costs capture time and a little memory.
+    """
+    sizes, size = {most}, 1
+    while size < most:
+        sizes |= {size, min(size + size // 2, most)}
+        size *= 2
+    return sorted(sizes)
+
+
+class DecodeGraphs:
+    """Runs `body` on batches of slots, captured where that works."""
+
+    def __init__(self, body: Body, max_num_seqs: int, device: torch.device, *, enabled: bool) -> None:
+        self._body, self._device, self._enabled = body, device, enabled
+        self._buckets = bucket_sizes(max_num_seqs)
+        self._captured: dict[Key, _Captured | None] = {}
+        self._slots: dict[int, Tensor] = {}  # what a bucket's graphs read, filled up with -1
+        self._batches: dict[int, bytes] = {}  # the slots that are there now
+        self._pool = torch.cuda.graph_pool_handle() if enabled else None
+
+    def run(self, slots: np.ndarray, num_drafts: int, mode: SamplingMode) -> Tensor:
+        """The body's output for these slots, rows of padding included; good until the next run."""
+        bucket = self._buckets[bisect_left(self._buckets, len(slots))]
+        slot_B = self._fill(bucket, slots)
+        if not self._enabled:
+            return self._body(slot_B, num_drafts, mode)
+        key = Key(bucket, num_drafts, mode)
+        if key not in self._captured:
+            self._captured[key] = self._capture(key)
+        captured = self._captured[key]
+        if captured is None:
+            return self._body(slot_B, num_drafts, mode)
+        captured.graph.replay()
+        return captured.out
+
+    def warm_up(self, num_drafts: int, mode: SamplingMode, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture every bucket, the largest first: later ones find its memory."""
+        for done, bucket in enumerate(reversed(self._buckets)):
+            if progress is not None:
+                progress(done, len(self._buckets))
+            self.run(np.full(bucket, -1), num_drafts, mode)
+
+    def _fill(self, bucket: int, slots: np.ndarray) -> Tensor:
+        """The bucket's slots on the device; copied only when they are not there from the step before."""
+        if bucket not in self._slots:
+            self._slots[bucket] = torch.full((bucket,), -1, dtype=torch.int64, device=self._device)
+        slot_B, batch = self._slots[bucket], slots.tobytes()
+        if self._batches.get(bucket) != batch:
+            padded = torch.full((bucket,), -1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            padded[: len(slots)] = torch.from_numpy(slots)
+            slot_B.copy_(padded, non_blocking=True)
+            self._batches[bucket] = batch
+        return slot_B
+
+    def _capture(self, key: Key) -> _Captured | None:
+        """Capture one step on padding alone; None, and a word about it, where there is no memory for it."""
+        slot_B = self._slots[key.bucket]
+        held = slot_B.clone()
+        slot_B.fill_(-1)
+        try:
+            for _ in range(_EAGER_CALLS):
+                self._body(slot_B, key.num_drafts, key.mode)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = self._body(slot_B, key.num_drafts, key.mode)
+            return _Captured(graph, out)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            _log.warning(
+                "no memory for the CUDA graph of %d requests with %d drafts: such steps run without one, slower; "
+                "lower gpu_memory_utilization or max_num_seqs",
+                key.bucket,
+                key.num_drafts,
+            )
+            return None
+        finally:
+            slot_B.copy_(held)

@@ -1,0 +1,119 @@
+"""What the device knows of every running request, one row per slot.
+
+The host writes block tables and sampling parameters; how far a request has come, its last token and its drafts are
+written by the steps themselves, so a step can start before the host has seen the one before it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.engine.request import Request
+from peagle.engine.transfer import to_device
+from peagle.errors import PeagleError
+from peagle.kernels.penalties import TokenHistory
+from peagle.sampling import RowSampling
+
+
+class SamplingMode(NamedTuple):
+    """What a step has to do beyond an argmax, for any of its requests: what its graph depends on."""
+
+    drawn: bool = False  # a temperature above 0
+    filtered: bool = False  # top-k, top-p or min-p
+    penalised: bool = False  # penalties or bias
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> Self:
+        """The mode of a batch."""
+        params = [request.params for request in requests]
+        drawn = [p for p in params if p.temperature > 0]
+        return cls(bool(drawn), any(p.filtered for p in drawn), any(p.penalised for p in params))
+
+
+class SlotState:
+    """Device tensors of S slots and, last, one row that all padding of a batch shares: slot -1."""
+
+    def __init__(self, max_num_seqs: int, num_drafts: int, max_blocks: int, device: torch.device) -> None:
+        rows, self._device = max_num_seqs + 1, device
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.num_computed = torch.zeros(rows, dtype=torch.int64, device=device)  # also the last token's position
+        self.drafts = torch.zeros((rows, num_drafts), dtype=torch.int64, device=device)
+        self.tables = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)  # 0 is the null block
+        self.host_tables = np.zeros((rows, max_blocks), dtype=np.int32)
+        self._written = np.zeros(rows, dtype=np.int64)  # table entries of a slot that are on the device
+        self._params = torch.zeros((rows, 2), dtype=torch.int64, device=device)
+        self._rates = torch.zeros((rows, 3), dtype=torch.float32, device=device)
+        self.history: TokenHistory | None = None  # made for the first request with penalties or a bias
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Take over the slots of requests that begin, or begin again."""
+        slots = np.array([r.slot for r in requests], dtype=np.int64)
+        self.host_tables[slots] = 0
+        self._written[slots] = 0
+        params = [(r.seed, max(r.params.top_k, 0)) for r in requests]
+        rates = [(r.params.temperature, r.params.top_p, r.params.min_p) for r in requests]
+        slot_B, params_B2, rates_B3 = to_device(
+            (slots, np.array(params, dtype=np.int64), np.array(rates, dtype=np.float32).view(np.int32)), self._device
+        )
+        self.tables.index_fill_(0, slot_B, 0)
+        self._params.index_copy_(0, slot_B, params_B2)
+        self._rates.index_copy_(0, slot_B, rates_B3.to(torch.int32).view(torch.float32))
+
+        if self.history is not None:
+            for request in requests:
+                self.history.start(request.slot, request.params, request.prompt_ids, request.output_ids)
+
+    def keep_history(self, vocab_size: int) -> None:
+        """Prepare for penalties and bias. Raises PeagleError where there is no memory for it."""
+        if self.history is not None:
+            return
+        slots = len(self.last_token) - 1
+        try:
+            self.history = TokenHistory(slots, vocab_size, self._device)
+        except RuntimeError as error:  # out of memory is one, on CPU and CUDA
+            size = TokenHistory.num_bytes(slots, vocab_size)
+            raise PeagleError(
+                f"no memory for penalties and logit_bias, which take {size / 2**30:.2f} GiB for {slots} requests: "
+                "lower gpu_memory_utilization or max_num_seqs, or leave them out"
+            ) from error
+
+    def extend_tables(self, requests: Sequence[Request]) -> None:
+        """Put the blocks that requests got since the last call into their tables."""
+        grown = [r for r in requests if len(r.blocks) > self._written[r.slot]]
+        if not grown:
+            return
+        rows, columns, blocks = [], [], []
+        for request in grown:
+            slot, first = request.slot, int(self._written[request.slot])
+            new = request.blocks[first:]
+            self.host_tables[slot, first : first + len(new)] = new
+            rows += [slot] * len(new)
+            columns += range(first, first + len(new))
+            blocks += new
+            self._written[slot] = len(request.blocks)
+        at_E, block_E = to_device(
+            (np.array(rows) * self.tables.shape[1] + np.array(columns), np.array(blocks)), self._device
+        )
+        self.tables.view(-1).index_copy_(0, at_E, block_E.to(torch.int32))
+
+    def row_sampling(self, slot_U: Tensor, indices_U: Tensor, mode: SamplingMode) -> RowSampling | None:
+        """Sampling parameters of logit rows that belong to slots; None when `mode` says that all are greedy."""
+        if not mode.drawn:
+            return None
+        rates_U3, params_U2 = self._rates[slot_U], self._params[slot_U]
+        return RowSampling(
+            temperature=rates_U3[:, 0].contiguous(),
+            top_k=params_U2[:, 1].contiguous(),
+            top_p=rates_U3[:, 1].contiguous(),
+            min_p=rates_U3[:, 2].contiguous(),
+            seed=params_U2[:, 0].contiguous(),
+            indices=indices_U,
+            filtered=mode.filtered,
+        )
+
+    def seeds(self, slot_B: Tensor) -> Tensor:
+        """The seeds of slots."""
+        return self._params[slot_B, 0]

@@ -1,0 +1,217 @@
+"""How many tokens to draft in the next step: a fixed K, a table's, or the K that pays best by measurement.
+
+Plain host logic over counts and seconds. With per-position acceptance rates a_1 .. a_K, each given that the drafts
+before were kept, a step that drafts K tokens emits AL(K) = 1 + a_1 + a_1 a_2 + ... tokens per request and takes as long
+as was measured for its batch, so the K to choose is the one with the largest AL(K) / seconds(batch, K).
+"""
+
+import json
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any, Protocol
+
+from peagle.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from peagle.drafters import storage
+from peagle.drafters.checkpoint import PROVENANCE_KEY, resolve_head
+from peagle.errors import PeagleError
+
+CostTable = Mapping[tuple[int, int], float]  # (requests, K) -> seconds of a step
+
+_log = logging.getLogger(__name__)
+_EXAMPLE = '{"1": 7, "32": 3}'
+_MEASURED = (0, 1, 2, 3, 5, 7, 10, 13, 16)  # K worth a graph of their own
+
+_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # acceptance taken for granted, and how many observations outweigh it
+_WINDOW_REQUESTS, _WINDOW_STEPS = 256, 16  # an estimate spans at least so many observations and so many steps
+_FORGET_STEPS = 1024  # what is not observed is forgotten at this pace, back to the prior, and so tried again
+_DWELL = 16  # steps between changes of K
+_GAIN = 1.03  # what a change must promise
+_MARGIN = 0.02  # slack over plain decoding; below 3 % so that the allowance at the start soon vanishes in it
+
+
+class KPolicy(Protocol):
+    """What the engine asks before each decode step, and tells after it."""
+
+    @property
+    def max_drafts(self) -> int:
+        """The largest K it ever chooses."""
+
+    def choose(self, num_running: int) -> int:
+        """K of the next step, 0 .. `max_drafts`."""
+
+    def record(self, accepted: Sequence[int], num_drafts: int) -> None:
+        """Say how many of `num_drafts` drafts each request of a decode step kept; in the order of the steps."""
+
+
+class TableK:
+    """K by concurrency: the entry of the smallest concurrency that is not below the batch, else the last."""
+
+    def __init__(self, table: Mapping[int, int]) -> None:
+        self._sizes = sorted(table)
+        self._drafts = [table[size] for size in self._sizes]
+
+    @property
+    def max_drafts(self) -> int:
+        return max(self._drafts)
+
+    def choose(self, num_running: int) -> int:
+        return self._drafts[min(bisect_left(self._sizes, num_running), len(self._drafts) - 1)]
+
+    def record(self, accepted: Sequence[int], num_drafts: int) -> None:
+        """Nothing to learn."""
+
+
+class FixedK(TableK):
+    """The same K, whatever the batch."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__({1: num_drafts})
+
+
+class KChooser:
+    """K by measured costs and running acceptance; 0 where drafting does not pay.
+
+    Changes come at most every 16 steps and only for 3 % more speed. Acceptance at depths that are not drafted is kept
+    and slowly forgotten in favour of a hopeful prior, which is what tries them again. An account of the seconds that
+    plain decoding would have taken for the same tokens bounds the loss: once drafting is 2 % behind, plain steps follow
+    until they have paid for another try.
+    """
+
+    def __init__(self, costs: CostTable) -> None:
+        """`costs` holds for every batch size measured the same K, 0 among them."""
+        self._buckets = sorted({size for size, _ in costs})
+        self._drafts = sorted({k for _, k in costs})
+        if 0 not in self._drafts or any((size, k) not in costs for size in self._buckets for k in self._drafts):
+            raise ValueError("a cost table needs K = 0 and every K for every batch size")
+        # In steps of plain decoding, so that batches of all sizes share one account.
+        self._costs = {(size, k): costs[size, k] / costs[size, 0] for size in self._buckets for k in self._drafts}
+        self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
+        self._current, self._since = 0, _DWELL
+        self._drafted = 0  # K of the last step recorded
+        self._most = 2 * _DWELL * max(0.05, max(self._costs.values()) - 1)
+        self._balance = self._most
+
+    @property
+    def max_drafts(self) -> int:
+        return self._drafts[-1]
+
+    @property
+    def rates(self) -> list[float]:
+        """Estimated acceptance of each position, given that the drafts before it were kept; one that was never observed
+        is hoped to be as good as the one before."""
+        rates, hope = [], _PRIOR
+        for kept, seen in zip(self._kept, self._seen, strict=True):
+            rates.append((kept + hope * _PRIOR_WEIGHT) / (seen + _PRIOR_WEIGHT))
+            hope = max(_PRIOR, rates[-1])
+        return rates
+
+    def choose(self, num_running: int) -> int:
+        """K of the next step of so many requests."""
+        bucket = self._bucket(num_running)
+        self._since += 1
+        if self._balance < 0:
+            self._change(0)
+        elif self._since > _DWELL:
+            speed = self._speeds(bucket)
+            best = max(self._drafts, key=lambda k: speed[k])
+            try_out = _DWELL * (self._costs[bucket, best] - 1)
+            affordable = self._current > 0 or self._balance >= min(try_out, self._most)
+            if affordable and speed[best] > _GAIN * speed[self._current]:
+                self._change(best)
+        return self._current
+
+    def record(self, accepted: Sequence[int], num_drafts: int) -> None:
+        """Learn from a decode step: how many drafts each of its requests kept, and the step's K."""
+        # Where K has just been raised, the step before drafted fewer: the rest are leftovers that say nothing.
+        observed, self._drafted = min(num_drafts, self._drafted), num_drafts
+        if not accepted:
+            return
+        for position in range(self.max_drafts):
+            reached = sum(count >= position for count in accepted) if position < observed else 0
+            if reached:
+                keep = 1 - min(reached / _WINDOW_REQUESTS, 1 / _WINDOW_STEPS)
+                self._kept[position] = self._kept[position] * keep + sum(count > position for count in accepted)
+                self._seen[position] = self._seen[position] * keep + reached
+            elif position >= observed:
+                self._kept[position] *= 1 - 1 / _FORGET_STEPS
+                self._seen[position] *= 1 - 1 / _FORGET_STEPS
+        emitted = 1 + sum(accepted) / len(accepted)
+        spent = self._costs[self._bucket(len(accepted)), num_drafts]
+        self._balance = min(self._balance + (1 + _MARGIN) * emitted - spent, self._most)
+
+    def _bucket(self, requests: int) -> int:
+        return self._buckets[min(bisect_left(self._buckets, requests), len(self._buckets) - 1)]
+
+    def _speeds(self, bucket: int) -> dict[int, float]:
+        lengths = list(accumulate(accumulate(self.rates, mul), initial=1.0))  # AL(0), AL(1), ...
+        return {k: lengths[k] / self._costs[bucket, k] for k in self._drafts}
+
+    def _change(self, num_drafts: int) -> None:
+        if num_drafts != self._current:
+            self._current, self._since = num_drafts, 0
+
+
+def draft_counts(max_drafts: int) -> list[int]:
+    """The K to measure and to choose among: 0, the maximum, and steps that grow in between."""
+    return sorted({k for k in _MEASURED if k < max_drafts} | {max_drafts})
+
+
+def choose_policy(config: SpeculativeConfig, measure: Callable[[], CostTable]) -> KPolicy:
+    """The policy a config asks for; `measure` is called only if it is the one that needs costs."""
+    if not config.is_auto:
+        return FixedK(config.max_drafts)
+    if config.k_table is not None:
+        return TableK(load_k_table(config.k_table, config.max_drafts))
+    return KChooser(measure())
+
+
+def load_k_table(source: Mapping[Any, Any] | str, max_drafts: int = MAX_SPECULATIVE_TOKENS) -> dict[int, int]:
+    """Concurrency to K, from a mapping or a JSON file of an object; keys may be strings, as JSON has no others.
+
+    Raises PeagleError that names what cannot be used.
+    """
+    where, entries = "k_table", source
+    if isinstance(source, str):
+        where = f"k_table {source}"
+        try:
+            entries = json.loads(Path(source).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise PeagleError(f"{where} cannot be read ({error}): give a JSON file such as {_EXAMPLE}") from None
+    if not isinstance(entries, Mapping) or not entries:
+        raise PeagleError(f"{where} holds no entries: give an object of concurrency and K, such as {_EXAMPLE}")
+    table = {}
+    for size, k in entries.items():
+        if not str(size).isdecimal() or int(size) < 1:
+            raise PeagleError(f"{where} has concurrency {size!r}: expected a whole number of at least 1")
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= max_drafts:
+            raise PeagleError(
+                f"{where} has K {k!r} for {size} requests: expected a whole number from 0 to {max_drafts}"
+            )
+        table[int(size)] = k
+    return table
+
+
+def trained_depth(head: Path | str) -> int | None:
+    """How many tokens a head learned to draft, where its provenance says so; None for heads from elsewhere."""
+    provenance = storage.read_config(resolve_head(head)).get(PROVENANCE_KEY)
+    recipe = provenance.get("recipe") if isinstance(provenance, Mapping) else None
+    depth = recipe.get("num_depths") if isinstance(recipe, Mapping) else None
+    return depth if isinstance(depth, int) and depth > 0 else None
+
+
+def check_depth(max_drafts: int, trained: int | None) -> bool:
+    """Whether a head was trained for so many drafts, or does not say; if not, a warning is logged."""
+    if trained is None or max_drafts <= trained:
+        return True
+    _log.warning(
+        "up to %d tokens are drafted and the head was trained to draft %d: the others will rarely be accepted; "
+        "lower num_speculative_tokens to %d",
+        max_drafts,
+        trained,
+        trained,
+    )
+    return False

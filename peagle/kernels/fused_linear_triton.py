@@ -1,0 +1,212 @@
+"""Triton form of the fused linear layers: one kernel, a program per tile of rows and run of output columns.
+
+Each warp of a program sums its own slices of the inputs (a batched product, one slice of a turn per warp), and the
+warps' sums are added in their order at the end. So a program may own as few as 8 columns, which spreads a small layer
+over the GPU without programs that wait for each other; and since the slices follow from the number of inputs alone,
+neither the tile's height nor its width changes a bit of the result.
+
+Sums of squares for the norm are taken from the same inputs as they pass; every program has them for itself.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 96  # at least, where columns allow: an H200 has 132 multiprocessors
+_LEAST_COLUMNS, _MOST_COLUMNS = 8, 32  # of a program; tensor cores multiply no fewer than the first
+_MOST_SUMS = 2048  # that a warp keeps in its registers
+_BYTES_IN_FLIGHT = 100 << 10  # shared memory for loads of one program: a multiprocessor has room for two
+
+
+class _Tile(NamedTuple):
+    rows: int
+    columns: int
+    slices: int  # of one turn of the loop, and warps
+    step: int  # inputs of a slice
+    stages: int
+
+
+@triton.jit
+def _add_products(acc_SRO: tl.tensor, x_SRK: tl.tensor, weight: tl.tensor, inside_SK: tl.tensor,
+                  WHOLE: tl.constexpr) -> tl.tensor:  # fmt: skip
+    """One turn of the loop; `weight` [S, O, K] are addresses."""
+    weight_SOK = tl.load(weight) if WHOLE else tl.load(weight, mask=inside_SK[:, None, :], other=0.0)
+    return tl.dot(x_SRK, tl.permute(weight_SOK, (0, 2, 1)), acc_SRO, input_precision="ieee")
+
+
+@triton.jit
+def _finish(acc_SRO: tl.tensor, scale_R: tl.tensor, bias_O: tl.tensor, column_O: tl.tensor, dtype: tl.constexpr,
+            BIAS: tl.constexpr) -> tl.tensor:  # fmt: skip
+    """The layer's output as torch would round it, in float32."""
+    out_RO = tl.sum(acc_SRO, axis=0) * scale_R[:, None]
+    if BIAS:
+        out_RO += tl.load(bias_O + column_O).to(tl.float32)[None]
+    return out_RO.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _square_sums(x: tl.tensor, live_R: tl.tensor, sk_SK: tl.tensor, IN: tl.constexpr, TURN: tl.constexpr,
+                 ROWS: tl.constexpr, SLICES: tl.constexpr) -> tl.tensor:  # fmt: skip
+    square_SR = tl.zeros([SLICES, ROWS], tl.float32)
+    for start in range(0, IN, TURN):
+        mask = live_R[None, :, None] & (start + sk_SK < IN)[:, None, :]
+        x_SRK = tl.load(x + start, mask=mask, other=0.0).to(tl.float32)
+        square_SR += tl.sum(x_SRK * x_SRK, axis=2)
+    return tl.sum(square_SR, axis=0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_tile(
+    out_RO: tl.tensor,
+    x_RI: tl.tensor,
+    norm_I: tl.tensor,
+    weight_GI: tl.tensor,
+    bias_G: tl.tensor,
+    residual_RO: tl.tensor,
+    rows: tl.int32,
+    x_row_stride: tl.int64,
+    weight_row_stride: tl.int64,
+    residual_row_stride: tl.int64,
+    eps: tl.float32,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    TURN: tl.constexpr = SLICES * STEP
+    WHOLE: tl.constexpr = IN % TURN == 0
+    dtype: tl.constexpr = out_RO.dtype.element_ty
+    row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    live_R, live_O = row_R < rows, column_O < OUT
+    # Columns past the end are read as the last one, which spares the loads of weights a mask.
+    read_O = tl.minimum(column_O, OUT - 1)
+    sk_SK = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None]
+    x = x_RI + (row_R.to(tl.int64) * x_row_stride)[None, :, None] + sk_SK[:, None, :]
+    weight = weight_GI + (read_O.to(tl.int64) * weight_row_stride)[None, :, None] + sk_SK[:, None, :]
+    up_weight = weight + weight_row_stride * OUT
+    acc_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
+    up_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
+    square_SR = tl.zeros([SLICES, ROWS], tl.float32)
+    scale_R = tl.full([ROWS], 1.0, tl.float32)
+    if NORM_FIRST:
+        scale_R = tl.rsqrt(_square_sums(x, live_R, sk_SK, IN, TURN, ROWS, SLICES) / IN + eps)
+    for start in tl.range(0, IN, TURN, num_stages=STAGES):
+        inside_SK = (start + sk_SK < IN) | WHOLE
+        x_SRK = tl.load(x + start, mask=live_R[None, :, None] & inside_SK[:, None, :], other=0.0)
+        if NORM:
+            wide_SRK = x_SRK.to(tl.float32)
+            norm_SK = tl.load(norm_I + start + sk_SK, mask=inside_SK, other=0.0).to(tl.float32)
+            if NORM_FIRST:
+                wide_SRK = (wide_SRK * scale_R[None, :, None]).to(dtype).to(tl.float32)
+            else:
+                square_SR += tl.sum(wide_SRK * wide_SRK, axis=2)
+            x_SRK = (wide_SRK * norm_SK[:, None, :]).to(dtype)
+        acc_SRO = _add_products(acc_SRO, x_SRK, weight + start, inside_SK, WHOLE)
+        if GATED:
+            up_SRO = _add_products(up_SRO, x_SRK, up_weight + start, inside_SK, WHOLE)
+    if NORM_FIRST:
+        scale_R = scale_R * 0.0 + 1.0  # it is in the inputs
+    elif NORM:
+        scale_R = tl.rsqrt(tl.sum(square_SR, axis=0) / IN + eps)
+    total_RO = _finish(acc_SRO, scale_R, bias_G, read_O, dtype, BIAS)
+    if GATED:
+        silu_RO = tl.div_rn(total_RO, 1.0 + tl.exp(-total_RO)).to(dtype).to(tl.float32)
+        total_RO = silu_RO * _finish(up_SRO, scale_R, bias_G + OUT, read_O, dtype, BIAS)
+    live_RO = live_R[:, None] & live_O[None]
+    if ADD:
+        at_RO = (row_R.to(tl.int64) * residual_row_stride)[:, None] + column_O[None]
+        total_RO += tl.load(residual_RO + at_RO, mask=live_RO, other=0.0).to(tl.float32)
+    tl.store(out_RO + row_R.to(tl.int64)[:, None] * OUT + column_O[None], total_RO.to(dtype), mask=live_RO)
+
+
+def norm_linear_triton(x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None) -> Tensor:
+    """The Triton form of `norm_linear`. Rows of x and of the weight may be strided, their elements not."""
+    return _launch(x_RH, weight_OH, bias_O, norm_H=norm_H, eps=eps)
+
+
+def gated_norm_linear_triton(
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None
+) -> Tensor:
+    """The Triton form of `gated_norm_linear`: a program owns gate and up of its columns."""
+    return _launch(x_RH, weight_GH, bias_G, norm_H=norm_H, eps=eps, gated=True)
+
+
+def linear_add_triton(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_RO: Tensor) -> Tensor:
+    """The Triton form of `linear_add`."""
+    return _launch(x_RI, weight_OI, bias_O, residual_RO=residual_RO)
+
+
+def _launch(
+    x_RI: Tensor,
+    weight_GI: Tensor,
+    bias_G: Tensor | None,
+    *,
+    norm_H: Tensor | None = None,
+    eps: float = 0.0,
+    residual_RO: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    (rows, inputs), outputs = x_RI.shape, weight_GI.shape[0] // (2 if gated else 1)
+    x_RI, weight_GI = (t if t.stride(1) == 1 else t.contiguous() for t in (x_RI, weight_GI))
+    out_RO = torch.empty((rows, outputs), dtype=x_RI.dtype, device=x_RI.device)
+    if out_RO.numel() == 0:
+        return out_RO
+    residual = out_RO if residual_RO is None else residual_RO  # not read, like the next two, where there is none
+    residual = residual if residual.stride(1) == 1 else residual.contiguous()
+    tile = _tile(rows, inputs, outputs, x_RI.dtype, gated)
+    with torch.cuda.device_of(x_RI):
+        _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, tile.rows))](
+            out_RO,
+            x_RI,
+            x_RI if norm_H is None else norm_H,
+            weight_GI,
+            x_RI if bias_G is None else bias_G,
+            residual,
+            rows,
+            x_RI.stride(0),
+            weight_GI.stride(0),
+            residual.stride(0),
+            eps,
+            IN=inputs,
+            OUT=outputs,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            SLICES=tile.slices,
+            STEP=tile.step,
+            STAGES=tile.stages,
+            NORM=norm_H is not None,
+            NORM_FIRST=norm_H is not None and x_RI.dtype == torch.float16,
+            GATED=gated,
+            BIAS=bias_G is not None,
+            ADD=residual_RO is not None,
+            num_warps=tile.slices,
+            enable_fp_fusion=False,  # torch rounds each product before the sum
+        )
+    return out_RO
+
+
+def _tile(rows: int, inputs: int, outputs: int, dtype: torch.dtype, gated: bool) -> _Tile:
+    """`slices` and `step` set the order of sums: they must not follow from `rows`."""
+    tile_rows = min(max(triton.next_power_of_2(rows), 16), 64)
+    wide = 2 if gated else 1  # columns of weights for one of output
+    columns = min(_MOST_COLUMNS, _MOST_SUMS // (tile_rows * wide))
+    while columns > _LEAST_COLUMNS and triton.cdiv(outputs, columns) < _PROGRAMS:
+        columns //= 2
+    if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
+        return _Tile(16, min(columns, 16), 4, 16, 2)
+    slices, step = 4, 64
+    turn_bytes = slices * step * dtype.itemsize * (tile_rows + columns * wide)
+    in_flight = min(triton.cdiv(inputs, slices * step), _BYTES_IN_FLIGHT // turn_bytes, 5)
+    return _Tile(tile_rows, columns, slices, step, 1 + in_flight)

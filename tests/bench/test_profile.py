@@ -1,0 +1,180 @@
+"""The profile of a step is a pure function of events; traces of torch's profiler are read into events."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from peagle.bench.profile import STEP, Event, busy_time, group_of, read_trace, summarise
+from peagle.bench.roofline import copy_bandwidth, step_cost
+from peagle.errors import PeagleError
+from tests.engine.tiny import tiny_spec
+
+
+def kernel(name, start, duration):
+    return Event(name, start, duration, "kernel")
+
+
+def test_overlapping_kernels_count_once():
+    events = [kernel("a", 0, 10), kernel("b", 5, 10), kernel("c", 6, 2), kernel("d", 20, 5), kernel("e", 15, 1)]
+    assert busy_time(events) == 15 + 1 + 5
+    assert busy_time([]) == 0.0
+    assert busy_time(reversed(events)) == busy_time(events)
+
+
+def test_a_gpu_profile():
+    events = [
+        Event(STEP, 0, 50, "step"),
+        Event(STEP, 50, 70, "step"),
+        Event("aten::mm", 1, 40, "op"),  # host time is not GPU time
+        Event("cudaEventSynchronize", 60, 30, "wait"),
+        Event("cudaLaunchKernel", 2, 1, "launch"),
+        Event("cudaGraphLaunch", 3, 1, "graph"),
+        Event("cudaGraphLaunch", 53, 1, "graph"),
+        kernel("nvjet_tst_64x8", 10, 30),
+        kernel("nvjet_tst_64x8", 60, 30),
+        kernel("_decode_tile", 40, 10),
+        Event("Memcpy DtoH", 100, 10, "copy"),
+    ]
+    profile = summarise(events)
+    assert profile.on_gpu
+    assert (profile.steps, profile.kernels, profile.copies) == (2, 3, 1)
+    assert (profile.launches, profile.graph_launches) == (1, 2)
+    assert (profile.span_us, profile.busy_us) == (100, 80)
+    assert profile.busy_share == 0.8
+    assert profile.busy_ms == 0.04
+    assert profile.host_us == 50 + 70 - 30
+    assert [(share.label, share.calls, share.us) for share in profile.groups] == [
+        ("matmul", 2, 60.0),
+        ("attention", 1, 10.0),
+        ("copy", 1, 10.0),
+    ]
+    assert profile.top[0].label == "nvjet_tst_64x8"
+
+
+def test_a_cpu_profile_takes_each_operation_without_its_callees():
+    events = [
+        Event(STEP, 0, 100, "step"),
+        Event("aten::linear", 10, 50, "op"),
+        Event("aten::t", 10, 5, "op"),
+        Event("aten::addmm", 20, 40, "op"),
+        Event("aten::copy_", 25, 10, "op"),
+        Event("aten::argmax", 70, 20, "op"),
+    ]
+    profile = summarise(events)
+    assert not profile.on_gpu
+    assert profile.span_us == 100
+    assert profile.busy_us == 50 + 20
+    assert {share.label: share.us for share in profile.top} == {
+        "aten::linear": 5, "aten::t": 5, "aten::addmm": 30, "aten::copy_": 10, "aten::argmax": 20,
+    }  # fmt: skip
+    assert sum(share.us for share in profile.groups) == profile.busy_us
+
+
+@pytest.mark.parametrize("events", [[], [Event(STEP, 0, 1, "step")], [kernel("a", 0, 1)]])
+def test_nothing_to_summarise(events):
+    with pytest.raises(PeagleError, match="at least one step"):
+        summarise(events)
+
+
+def test_steps_can_be_given_where_nothing_marks_them():
+    assert summarise([kernel("a", 0, 8)], steps=4).busy_ms == 0.002
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("nvjet_tst_128x8_64x12_4x1_v_bz_splitK_TNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matmul"),
+        ("_linear_tile", "matmul"),
+        ("void flash_fwd_splitkv_kernel", "attention"),
+        ("_decode_tile", "attention"),
+        ("_norm_row", "norm, rotation, gate"),
+        ("_rotate_heads", "norm, rotation, gate"),
+        ("_silu_mul", "norm, rotation, gate"),
+        ("_best_of_part", "sampling"),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>>>",
+            "sampling",
+        ),
+        ("_copy_row", "draft layout"),
+        ("_write_row", "KV cache write"),
+        ("void at::native::elementwise_kernel<direct_copy_kernel_cuda>", "copy"),
+        ("aten::to", "copy"),
+        ("aten::t", "views, allocation"),
+        ("aten::split_with_sizes", "views, allocation"),
+        ("aten::index_select", "copy"),
+        ("aten::mul", "elementwise"),
+        ("something else", "other"),
+    ],
+)
+def test_groups(name, group):
+    assert group_of(name) == group
+
+
+TRACE = {
+    "traceEvents": [
+        {"ph": "M", "name": "process_name", "ts": 0},
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": 5, "dur": 2, "tid": 7},
+        {"ph": "X", "cat": "gpu_memset", "name": "Memset", "ts": 8, "dur": 1, "tid": 7},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2, "tid": 1},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 3, "dur": 2, "tid": 1},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::rand", "ts": 1, "dur": 2, "tid": 2},
+        {"ph": "X", "cat": "user_annotation", "name": STEP, "ts": 0, "dur": 9, "tid": 1},
+        {"ph": "X", "cat": "user_annotation", "name": "other", "ts": 0, "dur": 9, "tid": 1},
+        {"ph": "X", "cat": "gpu_user_annotation", "name": STEP, "ts": 0, "dur": 9, "tid": 7},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 2, "dur": 1, "tid": 1},
+        {"ph": "X", "cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": 2, "dur": 1, "tid": 1},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaEventSynchronize", "ts": 2, "dur": 1, "tid": 1},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaMalloc", "ts": 2, "dur": 1, "tid": 1},
+    ]
+}
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_is_read(tmp_path, name):
+    text = json.dumps(TRACE).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    events = read_trace(tmp_path / name)
+    assert [event.kind for event in events] == ["kernel", "copy", "op", "op", "step", "graph", "launch", "wait"]
+    assert events[0] == Event("k", 5.0, 2.0, "kernel")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "no json"])
+def test_a_file_that_is_no_trace(tmp_path, text):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(PeagleError, match="no Chrome trace"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_what_a_step_must_read():
+    spec = tiny_spec()
+    cost = step_cost(spec, None, 0, requests=2, context=10.0, acceptance_length=1.0, dtype=torch.bfloat16)
+    layer = 32 * (4 + 2 * 2) * 8 + 32 * 32 + 3 * 32 * 48
+    assert cost.target_bytes == 2 * (4 * layer + 96 * 32)
+    assert cost.drafter_bytes == 0
+    assert cost.kv_bytes == 2 * (2 * 4 * 2 * 8) * 2 * 10
+    assert cost.flops == 2 * 2 * (4 * layer + 96 * 32)
+    assert cost.floor_ms(cost.num_bytes) == 1e3
+    assert cost.floor_ms(1e15, peak_flops=cost.flops) == 1e3
+
+
+def test_an_eagle3_head_is_read_once_per_draft():
+    from tests.engine.tiny import tiny_parts
+
+    costs = {}
+    for parallel in (True, False):
+        config = tiny_parts(parallel=parallel)[1].config
+        costs[parallel] = step_cost(
+            tiny_spec(), config, 3, requests=1, context=10.0, acceptance_length=2.0, dtype=torch.float32
+        )
+    fc = 4 * 32 * 96
+    assert costs[False].drafter_bytes - fc == 3 * (costs[True].drafter_bytes - fc)
+    assert costs[False].kv_bytes > costs[True].kv_bytes
+    assert costs[False].flops == costs[True].flops
+
+
+def test_bandwidth_of_this_machine(monkeypatch):
+    monkeypatch.setattr("peagle.bench.roofline._COPY_BYTES", {"cpu": 1 << 20})
+    assert copy_bandwidth(torch.device("cpu")) > 1e7

@@ -1,0 +1,111 @@
+"""How many KV cache blocks fit, by made-up devices."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from peagle.config import EngineConfig
+from peagle.drafters.eagle3 import DrafterConfig
+from peagle.engine.memory import DeviceMemory, activation_bytes, graph_bytes, plan_memory
+from peagle.errors import PeagleError
+from peagle.models.layers import RopeSpec
+from peagle.models.spec import ModelSpec
+
+GIB = 2**30
+CUDA = torch.device("cuda")
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
+    num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e6, head_dim=128),
+    max_position_embeddings=40960, qkv_bias=False, o_bias=False, mlp_bias=False, tie_word_embeddings=False,
+    bos_token_id=None, eos_token_ids=(1,), qk_norm=True,
+)  # fmt: skip
+HEAD = DrafterConfig(
+    hidden_size=4096, intermediate_size=12288, num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128,
+    rms_norm_eps=1e-6, rope=RopeSpec(theta=1e6, head_dim=128), max_position_embeddings=40960, vocab_size=151936,
+    draft_vocab_size=32000, target_hidden_size=4096, tap_ids=(2, 18, 33), mask_token_id=7,
+)  # fmt: skip
+PER_TOKEN = 40 * 2 * 8 * 128 * 2  # layers, keys and values, heads, width, bytes
+
+
+def plan(total=80, free=62, drafts=5, device=CUDA, **settings):
+    memory = DeviceMemory(int(total * GIB), int(free * GIB))
+    config = EngineConfig(**settings)
+    return plan_memory(config, SPEC, HEAD, drafts, dtype=torch.bfloat16, device=device, memory=memory)
+
+
+def test_blocks_fill_what_the_share_of_the_whole_leaves():
+    report = plan()
+    assert report.kv_bytes_per_token == PER_TOKEN
+    assert report.budget == 72 * GIB
+    assert report.in_use == 18 * GIB
+    left = report.budget - report.in_use - report.activations - report.graphs
+    assert left - 16 * PER_TOKEN < report.kv_bytes <= left  # the null block is paid for too
+    assert report.num_tokens == report.num_blocks * 16
+    assert report.max_model_len == 40960
+    for part in (f"{report.num_tokens:,} tokens", "18.00 GiB in use", "of 72.00 GiB out of 80.00 GiB"):
+        assert part in report.describe()
+
+
+def test_a_larger_share_is_that_much_more():
+    more = plan(gpu_memory_utilization=0.95).num_tokens - plan(gpu_memory_utilization=0.9).num_tokens
+    assert more * PER_TOKEN == pytest.approx(0.05 * 80 * GIB, rel=1e-3)
+
+
+def test_without_graphs_their_reserve_is_for_the_cache():
+    eager, graphs = plan(graphs=False), plan()
+    assert eager.graphs == 0 < graphs.graphs
+    assert eager.num_blocks > graphs.num_blocks
+
+
+def test_no_more_than_all_requests_at_full_length_use():
+    report = plan(max_num_seqs=2, max_model_len=1000)
+    assert report.num_blocks == 2 * 63
+    assert plan(num_kv_blocks=70, max_model_len=1000).num_blocks == 70
+
+
+@pytest.mark.parametrize(("free", "says"), [(8, "raise gpu_memory_utilization, or lower"), (9, "no memory for")])
+def test_no_room_at_all_names_the_numbers(free, says):
+    with pytest.raises(PeagleError, match=says) as caught:
+        plan(free=free)
+    assert f"90% of the GPU's 80.00 GiB are 72.00 GiB; {80 - free}.00 GiB are in use" in str(caught.value)
+
+
+def test_an_asked_length_that_does_not_fit_is_refused_and_the_models_own_is_lowered():
+    settings = dict(free=12.5, max_num_seqs=4, max_num_batched_tokens=512, graphs=False)
+    lowered = plan(**settings)
+    assert 0 < lowered.num_tokens == lowered.max_model_len < 40960
+    assert "max_model_len lowered from 40,960" in lowered.describe()
+    with pytest.raises(PeagleError, match=f"lower max_model_len to {lowered.num_tokens} or raise gpu_memory"):
+        plan(**settings, max_model_len=40960)
+    assert plan(**settings, max_model_len=lowered.num_tokens).max_model_len == lowered.num_tokens
+    with pytest.raises(PeagleError, match="or raise num_kv_blocks"):
+        plan(num_kv_blocks=3, max_model_len=49)
+
+
+def test_a_host_gives_a_quarter():
+    report = plan(total=16, free=16, device=torch.device("cpu"))
+    assert (report.activations, report.graphs) == (0, 0)
+    assert 0 <= 4 * GIB - report.kv_bytes < 16 * PER_TOKEN
+
+
+def test_activations_grow_with_what_they_are_made_of():
+    def size(drafts=5, head=HEAD, **settings):
+        return activation_bytes(SPEC, head, EngineConfig(**settings), drafts, torch.bfloat16)
+
+    prompts = dict(max_num_batched_tokens=65536, max_num_seqs=8)
+    assert size(**prompts) > 65536 * 2 * (3 * 12288 + 12288)  # gates and taps
+    decodes = dict(max_num_batched_tokens=64, max_num_seqs=256)
+    assert size(**decodes) > 256 * 6 * 151936 * 6  # logits, once more in float32
+    assert size(**prompts) < size(**{**prompts, "max_num_batched_tokens": 2 * 65536})
+    assert size(3, **decodes) < size(7, **decodes)
+    assert size(**decodes) < size(**decodes, kernels="torch")
+    assert size(0, **prompts) == size(head=None, **prompts) < size(**prompts)
+
+
+def test_each_graph_costs_what_its_layers_do():
+    def size(count, head, drafts=5):
+        return graph_bytes(SPEC, head, EngineConfig(), drafts, torch.bfloat16, count)
+
+    in_turn = replace(HEAD, mask_token_id=None)  # five passes over its layers
+    assert size(20, in_turn) - size(10, in_turn) == pytest.approx((size(20, HEAD) - size(10, HEAD)) * 56 / 40)

@@ -1,0 +1,193 @@
+"""Choosing K: simulations with known costs and acceptance, and the bound that holds for any."""
+
+import json
+import logging
+import random
+from itertools import accumulate, pairwise
+from operator import mul
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.config import SpeculativeConfig
+from peagle.engine.speculation import (
+    FixedK,
+    KChooser,
+    TableK,
+    check_depth,
+    choose_policy,
+    draft_counts,
+    load_k_table,
+    trained_depth,
+)
+from peagle.errors import PeagleError
+
+MOST = 7
+SLOPES = {"flat": 0.01, "medium": 0.06, "steep": 0.2, "dear": 0.5}
+PROFILES = {
+    "usual": [0.8, 0.7, 0.65, 0.6, 0.55, 0.5, 0.5],
+    "excellent": [0.95] * 7,
+    "first": [0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
+    "none": [0.0] * 7,
+}
+
+
+def costs_of(slope, sizes=(1, 8, 64)):
+    return {(n, k): 0.01 * (1 + slope * k + 0.08 * (k > 0)) for n in sizes for k in draft_counts(MOST)}
+
+
+def length(rates, k):
+    return sum(accumulate(rates[:k], mul, initial=1.0))
+
+
+class Simulation:
+    """Steps of `batch` requests whose drafts are kept by chance; a raised K takes a step to be drafted."""
+
+    def __init__(self, policy, costs, batch, seed=0):
+        self.policy, self.costs, self.batch, self.random = policy, costs, batch, random.Random(seed)
+        self.chosen = []
+
+    def run(self, steps, rates):
+        """Tokens per second of a request over these steps."""
+        seconds = tokens = 0.0
+        for _ in range(steps):
+            k = self.policy.choose(self.batch)
+            fresh = min(k, self.chosen[-1] if self.chosen else 0)
+            kept = [self._kept(rates[:fresh]) for _ in range(self.batch)]
+            self.policy.record(kept, k)
+            self.chosen.append(k)
+            seconds += self.costs[self.batch, k]
+            tokens += 1 + sum(kept) / self.batch
+        return tokens / seconds
+
+    def _kept(self, rates):
+        return next((i for i, rate in enumerate(rates) if self.random.random() >= rate), len(rates))
+
+    def best(self, rates):
+        return max(length(rates, k) / self.costs[self.batch, k] for k in draft_counts(MOST))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("slope", SLOPES)
+def test_the_best_k_is_found_within_3_percent_and_kept(slope, profile, batch):
+    costs, rates = costs_of(SLOPES[slope]), PROFILES[profile]
+    simulation = Simulation(KChooser(costs), costs, batch)
+    simulation.run(500, rates)
+    assert simulation.run(3000, rates) >= 0.97 * simulation.best(rates)
+    assert sum(a != b for a, b in pairwise(simulation.chosen)) <= 40
+
+
+@pytest.mark.parametrize("slope", SLOPES)
+def test_it_follows_acceptance_down_and_up_again(slope):
+    costs = costs_of(SLOPES[slope])
+    simulation = Simulation(KChooser(costs), costs, 8)
+    simulation.run(2000, PROFILES["usual"])
+    simulation.run(300, PROFILES["none"])
+    assert simulation.run(3000, PROFILES["none"]) >= 0.97 * simulation.best(PROFILES["none"])
+    simulation.run(4000, PROFILES["usual"])
+    assert simulation.run(1000, PROFILES["usual"]) >= 0.97 * simulation.best(PROFILES["usual"])
+
+
+def test_k_depends_on_the_batch():
+    costs = {(n, k): 1 + 0.002 * n * k for n in (1, 256) for k in draft_counts(MOST)}
+    chooser = KChooser(costs)
+    assert Simulation(chooser, costs, 1).run(200, PROFILES["usual"]) > 2
+    assert chooser.choose(1) == MOST
+    simulation = Simulation(chooser, costs, 256)
+    simulation.run(60, PROFILES["usual"])
+    assert simulation.chosen[-1] < MOST
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, MOST), min_size=1, max_size=4), min_size=200, max_size=400),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 0.5),
+    st.booleans(),
+)
+def test_never_3_percent_behind_plain_decoding_after_an_allowance(steps, slope, sparse, repeat):
+    costs = costs_of(slope, sizes=(1, 4))
+    chooser = KChooser(costs)
+    spent = plain = 0.0
+    allowance = 2 * 16 * max(0.05, max(costs[n, k] / costs[n, 0] for n, k in costs) - 1) + 16
+    last, since = 0, 16
+    chance = random.Random(1)
+    for line in steps * (1 + repeat):
+        k = chooser.choose(len(line))
+        forced = k == 0  # plain steps follow at once when drafting has fallen behind
+        assert k == last or since >= 16 or forced
+        last, since = k, 1 if k != last else since + 1
+        kept = [min(count, k) if chance.random() < sparse else 0 for count in line]
+        chooser.record(kept, k)
+        spent += costs[1 if len(line) == 1 else 4, k] / costs[1, 0]
+        plain += 1 + sum(kept) / len(kept)
+        assert spent <= 1.03 * plain + allowance
+
+
+def test_a_cost_table_must_be_whole():
+    with pytest.raises(ValueError, match="K = 0"):
+        KChooser({(1, 1): 1.0})
+    with pytest.raises(ValueError, match="every K"):
+        KChooser({(1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0})
+
+
+def test_leftover_drafts_teach_nothing():
+    chooser = KChooser(costs_of(0.01))
+    before = chooser.rates
+    chooser.record([0, 0], 5)  # the first step with drafts: nothing was drafted for it
+    assert chooser.rates == before
+    chooser.record([0, 0], 5)
+    assert chooser.rates[0] < before[0]
+
+
+def test_draft_counts():
+    assert draft_counts(1) == [0, 1]
+    assert draft_counts(4) == [0, 1, 2, 3, 4]
+    assert draft_counts(16) == [0, 1, 2, 3, 5, 7, 10, 13, 16]
+
+
+def test_tables_are_read_by_concurrency(tmp_path):
+    table = TableK(load_k_table({"1": 7, "8": 5, "64": 0}))
+    assert [table.choose(n) for n in (1, 2, 8, 9, 64, 500)] == [7, 5, 5, 0, 0, 0]
+    assert table.max_drafts == 7
+    file = tmp_path / "k.json"
+    file.write_text(json.dumps({"4": 3}))
+    assert load_k_table(str(file)) == {4: 3}
+    file.write_text("[")
+    for source, says in (
+        (str(file), "cannot be read"),
+        (str(tmp_path / "none"), "cannot be read"),
+        ({}, "no entries"),
+        ({"many": 3}, "'many'"),
+        ({"0": 3}, "at least 1"),
+        ({"1": 9}, "from 0 to 7"),
+        ({"1": True}, "from 0 to 7"),
+    ):
+        with pytest.raises(PeagleError, match=says):
+            load_k_table(source, 7)
+
+
+def test_the_config_says_which_policy():
+    def policy(measured, **values):
+        config = SpeculativeConfig(model="head", **values)
+        return choose_policy(config, lambda: measured)
+
+    assert policy(None, num_speculative_tokens=4).choose(9) == 4
+    assert isinstance(policy(None, num_speculative_tokens=4), FixedK)
+    assert policy(None, num_speculative_tokens="auto", k_table={"1": 2}).max_drafts == 2
+    assert isinstance(policy(costs_of(0.1), num_speculative_tokens="auto"), KChooser)
+
+
+def test_more_drafts_than_trained_is_said_once(tmp_path, caplog):
+    (tmp_path / "config.json").write_text(json.dumps({"peagle_provenance": {"recipe": {"num_depths": 8}}}))
+    assert trained_depth(tmp_path) == 8
+    (tmp_path / "config.json").write_text("{}")
+    assert trained_depth(tmp_path) is None
+    with caplog.at_level(logging.WARNING):
+        assert check_depth(8, 8)
+        assert check_depth(16, None)
+        assert not caplog.records
+        assert not check_depth(9, 8)
+    assert "lower num_speculative_tokens to 8" in caplog.text

@@ -1,0 +1,102 @@
+"""Settings of the engine and of speculation: what is accepted, what is refused and how it is said."""
+
+import pytest
+
+from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.errors import PeagleError
+
+
+def speculative(**values):
+    return SpeculativeConfig.from_mapping({"model": "head", "num_speculative_tokens": 3, **values})
+
+
+def synthetic(**values):
+    return speculative(rejection_sample_method="synthetic", **values)
+
+
+def test_a_fixed_k_is_the_largest_k():
+    config = speculative()
+    assert (config.is_auto, config.max_drafts, config.synthetic_rates) == (False, 3, None)
+    assert config.for_head(8) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "trained", "most"),
+    [
+        ({}, None, 7),
+        ({}, 4, 4),
+        ({}, 40, 16),
+        ({"max_speculative_tokens": 5}, 8, 5),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9, 0.4]},
+            8,
+            2,
+        ),
+    ],
+)
+def test_the_maximum_of_auto(values, trained, most):
+    config = speculative(num_speculative_tokens="auto", **values)
+    assert config.is_auto
+    assert config.for_head(trained).max_drafts == most
+
+
+def test_synthetic_rates_are_conditional():
+    assert synthetic(synthetic_acceptance_rates=[0.8, 0.4, 0.4]).synthetic_rates == pytest.approx((0.8, 0.5, 1.0))
+    assert synthetic(synthetic_acceptance_rates=[0.5, 0, 0]).synthetic_rates == (0.5, 0.0, 0.0)
+    assert synthetic(synthetic_acceptance_length=2.25).synthetic_rates == (1.0, 0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"num_speculative_tokens": 0}, "from 1 to 16, or 'auto'"),
+        ({"num_speculative_tokens": 17}, "from 1 to 16"),
+        ({"num_speculative_tokens": "all"}, "'all'"),
+        ({"num_speculative_tokens": True}, "must be an integer"),
+        ({"num_speculative_tokens": "auto", "max_speculative_tokens": 17}, "max_speculative_tokens is 17"),
+        ({"max_speculative_tokens": 5}, "needs num_speculative_tokens 'auto', not 3"),
+        ({"k_table": {"1": 3}}, "k_table needs"),
+        ({"num_speculative_tokens": "auto", "k_table": 3}, "k_table is 3"),
+        ({"rejection_sample_method": "block"}, "'block' is not supported"),
+        ({"rejection_sample_method": "synthetic"}, "has neither"),
+        ({"synthetic_acceptance_length": 2}, "add rejection_sample_method 'synthetic'"),
+        ({"num_speculative_token": 2}, "unknown key"),
+    ],
+)
+def test_speculation_that_cannot_be(values, says):
+    with pytest.raises(PeagleError, match=says):
+        speculative(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 1]}, "has both"),
+        ({"synthetic_acceptance_length": 4.5}, "must be 1 to 4"),
+        ({"synthetic_acceptance_length": float("nan")}, "must be 1 to 4"),
+        ({"synthetic_acceptance_rates": [0.5, 0.4]}, "has 2 numbers: give one for each of the 3"),
+        ({"synthetic_acceptance_rates": [0.5, 0.4, 0.45]}, "rises from 0.4 to 0.45"),
+        ({"synthetic_acceptance_rates": [1.5, 0.4, 0.4]}, "has 1.5"),
+        ({"synthetic_acceptance_rates": "0.5"}, "give a list"),
+    ],
+)
+def test_synthetic_acceptance_that_cannot_be(values, says):
+    with pytest.raises(PeagleError, match=says):
+        synthetic(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization is 0: it must be in \(0, 1\]"),
+        ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+        ({"kernels": "cuda"}, "use auto, torch or triton"),
+        ({"max_num_seqs": 0}, "at least 1"),
+        ({"max_model_len": 0}, "at least 1"),
+    ],
+)
+def test_an_engine_that_cannot_be(values, says):
+    with pytest.raises(PeagleError, match=says):
+        EngineConfig(**values)
+    assert EngineConfig(gpu_memory_utilization=1).graphs
