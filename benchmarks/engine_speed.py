@@ -65,7 +65,7 @@ from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
 from peagle.sampling import SamplingParams
 
-_WARM_UP_TOKENS = 48  # of the answers before anything is timed: graphs are captured, the allocator has filled
+_WARM_UP_TOKENS = 128  # of the answers before anything is timed: graphs are captured, the allocator has filled
 _BLOCK_SIZE = 16
 
 Prompts = Sequence[Sequence[int]]
@@ -227,7 +227,7 @@ def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
 def _profile(engine: Engine, concurrency: int, steps: int) -> Profile:
     tokens = 2 * _WARM_UP_TOKENS + (steps + 4) * (engine.setup.num_drafts + 1)
     batch = Decoding(engine.llm, engine.batches(concurrency)[0], _params(tokens))
-    batch.settle(_WARM_UP_TOKENS)
+    batch.settle()
     profile = profile_steps(batch, steps)
     batch.drain()
     return profile

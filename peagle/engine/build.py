@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from peagle.config import EngineConfig
+from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.block_pool import BlockPool
 from peagle.engine.core import EngineCore
@@ -33,10 +34,11 @@ def build_core(
     *,
     pack: bool,
     synthetic_rates: Sequence[float] | None,
+    savings: DraftSavings | None = None,
 ) -> EngineCore:
     """Allocate the caches on the models' device and join everything, for up to `most_drafts` drafts a round.
 
-    `pack` replaces linear layers by packed ones on the CPU. Raises PeagleError for settings that do not fit the model,
+    `pack` replaces linear layers by packed ones on the CPU; `savings` None is all of them. Raises PeagleError for settings that do not fit the model,
     the head or the memory.
     """
     weight = target.model.embed_tokens.weight
@@ -57,7 +59,7 @@ def build_core(
     step = SpeculativeStep(
         target.model,
         _cache(spec, num_slots, weight, kernels),
-        _draft_side(drafter, num_slots, weight, kernels, most_drafts),
+        _draft_side(drafter, num_slots, weight, kernels, most_drafts, savings),
         state,
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -125,12 +127,18 @@ def _cache(
 
 
 def _draft_side(
-    drafter: Eagle3Drafter | None, num_slots: int, weight: torch.Tensor, kernels: str, most_drafts: int
+    drafter: Eagle3Drafter | None,
+    num_slots: int,
+    weight: torch.Tensor,
+    kernels: str,
+    most_drafts: int,
+    savings: DraftSavings | None,
 ) -> DraftSide | None:
     if drafter is None:
         return None
     _check_windows(drafter.config.windows, most_drafts)
-    return DraftSide.of(drafter, _cache(drafter.config, num_slots, weight, kernels, drafter.config.windows))
+    cache = _cache(drafter.config, num_slots, weight, kernels, drafter.config.windows)
+    return DraftSide.of(drafter, cache, savings)
 
 
 def _check_windows(windows: Sequence[int | None], num_drafts: int) -> None:

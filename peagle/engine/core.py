@@ -6,7 +6,7 @@ that turns out to have finished in step t has then one step too many in flight, 
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.batch import HostShape, Rows
-from peagle.engine.graphs import DecodeGraphs
+from peagle.engine.graphs import DecodeGraphs, bucket_sizes
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler
 from peagle.engine.slots import SamplingMode
@@ -72,8 +72,8 @@ class EngineCore:
         most_drafts = self._state.drafts.shape[1]
         if self.scheduler.blocks_needed(request, most_drafts) > self.scheduler.pool.num_blocks:
             raise PeagleError(
-                f"prompt {request.index} with {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} needs "
-                "more KV cache than there is: lower max_tokens or max_model_len"
+                f"prompt {request.index} with {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} "
+                "needs more KV cache than there is: lower max_tokens or max_model_len"
             )
 
     @property
@@ -112,9 +112,17 @@ class EngineCore:
         return advanced + self._read(self._step - (0 if is_idle else self._steps_ahead))
 
     @torch.inference_mode()
-    def run_padding(self, size: int, num_drafts: int) -> None:
+    def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:
         """One decode step of a batch in which nobody is: compiles, captures, and can be timed."""
-        self._run_decode(np.full(size, -1), np.full(size, num_drafts + 1), num_drafts, SamplingMode())
+        self._run_decode(np.full(size, -1), np.full(size, num_drafts + 1), num_drafts, mode or SamplingMode())
+
+    def warm_up(self, draft_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Compile and capture greedy decode steps of every size, so that no request waits for it; yields the size and
+        K of each step before it runs, the largest first: smaller ones find its memory."""
+        for num_drafts in draft_counts:
+            for size in reversed(bucket_sizes(self.max_num_seqs)):
+                yield size, num_drafts
+                self.run_padding(size, num_drafts)
 
     def _launch(self, schedule: Schedule, num_drafts: int) -> None:
         if schedule.admitted:
@@ -154,9 +162,7 @@ class EngineCore:
             self._note_drafter(request, num_drafts)
         self._send(list(enumerate(requests)), num_drafts, out)
 
-    def _run_decode(
-        self, slots: np.ndarray, most_keys_B: np.ndarray, num_drafts: int, mode: SamplingMode
-    ) -> Tensor:
+    def _run_decode(self, slots: np.ndarray, most_keys_B: np.ndarray, num_drafts: int, mode: SamplingMode) -> Tensor:
         if self._graphs is not None:
             return self._graphs.run(slots, num_drafts, mode)
         host = HostShape(np.full(len(slots), num_drafts + 1), most_keys_B, self._state.host_tables[slots])

@@ -8,6 +8,7 @@ import numpy as np
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import load_drafter
+from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.build import build_core
 from peagle.engine.costs import measure_costs
@@ -73,13 +74,13 @@ class LLM:
         precision = resolve_dtype(config.dtype, on)
         target = load_target(model, dtype=precision, device=on, load_format=config.load_format)
         if speculative_config is None:
-            self._build(target, None, config, 0, pack=True, synthetic_rates=None)
+            self._build(target, None, config, 0)
             return
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         drafter, speculation = _load_head(speculative_config, target)
         most_drafts = speculation.max_drafts
-        self._build(target, drafter, config, most_drafts, pack=True, synthetic_rates=speculation.synthetic_rates)
+        self._build(target, drafter, config, most_drafts, synthetic_rates=speculation.synthetic_rates)
         self._policy = choose_policy(speculation, lambda: measure_costs(self.core, draft_counts(most_drafts)))
         self.core.policy = self._policy
 
@@ -93,14 +94,16 @@ class LLM:
         *,
         pack: bool = True,
         synthetic_rates: Sequence[float] | None = None,
+        savings: DraftSavings | None = None,
     ) -> "LLM":
         """Assemble from a loaded target and drafter, both already on the device.
 
         `pack` replaces their linear layers by packed ones on the CPU; without it both modules are only read.
-        `synthetic_rates`: SYNTHETIC acceptance, the chance of each draft once those before it were kept.
+        `synthetic_rates`: SYNTHETIC acceptance, the chance of each draft once those before it were kept. `savings` says
+        which work the drafter's pass leaves out, None all that can be; no token depends on it.
         """
         llm = cls.__new__(cls)
-        llm._build(target, drafter, config, num_speculative_tokens, pack=pack, synthetic_rates=synthetic_rates)
+        llm._build(target, drafter, config, num_speculative_tokens, pack, synthetic_rates, savings)
         return llm
 
     def _build(
@@ -109,14 +112,20 @@ class LLM:
         drafter: Eagle3Drafter | None,
         config: EngineConfig,
         most_drafts: int,
-        *,
-        pack: bool,
-        synthetic_rates: Sequence[float] | None,
+        pack: bool = True,
+        synthetic_rates: Sequence[float] | None = None,
+        savings: DraftSavings | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, target.tokenizer
         self.num_speculative_tokens = most_drafts if drafter is not None else 0
         self.core = build_core(
-            target, drafter, self.num_speculative_tokens, config, pack=pack, synthetic_rates=synthetic_rates
+            target,
+            drafter,
+            self.num_speculative_tokens,
+            config,
+            pack=pack,
+            synthetic_rates=synthetic_rates,
+            savings=savings,
         )
         self.max_model_len = self.core.max_model_len
         self._policy = self.core.policy
@@ -158,9 +167,8 @@ class LLM:
                     finished = request.finish_reason is not None
                     if finished:
                         outputs[request.index] = request.output(self.tokenizer)
-                    if on_delta is not None and request.stream is not None:
-                        if piece := request.stream.take(final=finished):
-                            on_delta(request.index, piece)
+                    if on_delta is not None and (piece := _new_text(request, final=finished)):
+                        on_delta(request.index, piece)
                     if finished and on_finish is not None:
                         on_finish(request.index, outputs[request.index])
         finally:
@@ -181,7 +189,7 @@ class LLM:
     def make_request(
         self, prompt: str | Sequence[int], params: SamplingParams, *, index: int = 0, streamed: bool = False
     ) -> Request:
-        """A request for `core.add`, checked: it fits the context and the cache. `streamed` keeps its text up to date."""
+        """A request for `core.add`, checked: it fits context and cache. `streamed` keeps its text up to date."""
         is_text = isinstance(prompt, str)
         ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
         room = self.max_model_len - len(ids)
@@ -209,6 +217,10 @@ class LLM:
         )
         self.core.check_fits(request, vocab)
         return request
+
+
+def _new_text(request: Request, *, final: bool) -> str:
+    return request.stream.take(final=final) if request.stream is not None else ""
 
 
 def _load_head(asked: SpeculativeConfig, target: Target) -> tuple[Eagle3Drafter, SpeculativeConfig]:

@@ -7,7 +7,7 @@ A graph is captured for each (bucket of requests, K, sampling mode) when it is f
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class DecodeGraphs:
         self._captured: dict[Key, _Captured | None] = {}
         self._slots: dict[int, Tensor] = {}  # what a bucket's graphs read, filled up with -1
         self._batches: dict[int, bytes] = {}  # the slots that are there now
-        self._pool = torch.cuda.graph_pool_handle() if enabled else None
+        self._pool: Any = None  # memory that all graphs share: only one runs at a time
 
     def run(self, slots: np.ndarray, num_drafts: int, mode: SamplingMode) -> Tensor:
         """The body's output for these slots, rows of padding included; good until the next run."""
@@ -71,13 +71,6 @@ class DecodeGraphs:
             return self._body(slot_B, num_drafts, mode)
         captured.graph.replay()
         return captured.out
-
-    def warm_up(self, num_drafts: int, mode: SamplingMode, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every bucket, the largest first: later ones find its memory."""
-        for done, bucket in enumerate(reversed(self._buckets)):
-            if progress is not None:
-                progress(done, len(self._buckets))
-            self.run(np.full(bucket, -1), num_drafts, mode)
 
     def _fill(self, bucket: int, slots: np.ndarray) -> Tensor:
         """The bucket's slots on the device; copied only when they are not there from the step before."""
@@ -103,6 +96,7 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = self._body(slot_B, key.num_drafts, key.mode)
+            self._pool = graph.pool()
             return _Captured(graph, out)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

@@ -14,30 +14,6 @@ from peagle.kernels.rope import HeadNorms
 from peagle.kernels.rope_write import rope_write
 
 
-class BlockPool:
-    """Free list of cache blocks."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks, or None (and nothing) when there are not enough."""
-        if count > len(self._free):
-            return None
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return taken
-
-    def release(self, blocks: list[int]) -> None:
-        """Give blocks back."""
-        self._free.extend(blocks)
-
-
 class PagedCache:
     """Keys and values of one model's layers, each [layers, M, slots, D]; the last slot belongs to no block.
 

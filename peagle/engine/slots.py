@@ -85,7 +85,9 @@ class SlotState:
         grown = [r for r in requests if len(r.blocks) > self._written[r.slot]]
         if not grown:
             return
-        rows, columns, blocks = [], [], []
+        rows: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
         for request in grown:
             slot, first = request.slot, int(self._written[request.slot])
             new = request.blocks[first:]
@@ -99,10 +101,13 @@ class SlotState:
         )
         self.tables.view(-1).index_copy_(0, at_E, block_E.to(torch.int32))
 
-    def row_sampling(self, slot_U: Tensor, indices_U: Tensor, mode: SamplingMode) -> RowSampling | None:
-        """Sampling parameters of logit rows that belong to slots; None when `mode` says that all are greedy."""
+    def row_sampling(self, slot_B: Tensor, index_B: Tensor, count: int, mode: SamplingMode) -> RowSampling | None:
+        """Sampling parameters of `count` logit rows for each slot, of which the first draws the token at `index`; None
+        when `mode` says that all are greedy."""
         if not mode.drawn:
             return None
+        slot_U = slot_B.repeat_interleave(count)
+        indices_U = (index_B[:, None] + torch.arange(count, device=index_B.device)).flatten()
         rates_U3, params_U2 = self._rates[slot_U], self._params[slot_U]
         return RowSampling(
             temperature=rates_U3[:, 0].contiguous(),

@@ -3,8 +3,8 @@
 A P-EAGLE head drafts them in one pass over mask rows, an EAGLE-3 head in K passes, each from the draft before.
 
 Prompts and verification are the same function of `Rows`; everything in it happens on the device and waits for nothing,
-so verification can be captured as one CUDA graph. Suffixes: B requests, T target rows, U logit rows, K drafts, V = K + 1
-verify rows, N blocks of a table.
+so verification can be captured as one CUDA graph. Suffixes: B requests, T target rows, U logit rows, K drafts,
+V = K + 1 verify rows, N blocks of a table.
 """
 
 from dataclasses import dataclass, replace
@@ -59,8 +59,8 @@ class DraftSide:
 class SpeculativeStep:
     """Target, drafter, their caches and the state of the slots. `draft_side` None decodes plainly.
 
-    `kernels` is "torch" or "triton". With `synthetic`, SYNTHETIC acceptance: how many drafts are kept is drawn, whatever
-    they are, to time a system without a trained head.
+    `kernels` is "torch" or "triton". With `synthetic`, SYNTHETIC acceptance: how many drafts are kept is drawn,
+    whatever they are, to time a system without a trained head.
     """
 
     def __init__(
@@ -115,16 +115,15 @@ class SpeculativeStep:
 
     def _target_tokens(self, rows: Rows, hidden_TH: Tensor, mode: SamplingMode) -> Tensor:
         """The target's own token after each verify row, [B, V]; after a chunk's last row, [B, 1]."""
-        if rows.next_prompt_B is None:
-            slot_U, index_U = rows.slot_B.repeat_interleave(rows.drafts_BK.shape[1] + 1), rows.positions_T + 1
-        else:
-            last_B = rows.start_B1[1:] - 1
-            hidden_TH, slot_U, index_U = hidden_TH[last_B], rows.slot_B, rows.positions_T[last_B] + 1
+        last_B, count = rows.first_B, rows.drafts_BK.shape[1] + 1
+        if rows.next_prompt_B is not None:
+            hidden_TH, last_B = hidden_TH[rows.start_B1[1:] - 1], rows.positions_T[rows.start_B1[1:] - 1]
         logits_UV = self._target.logits(hidden_TH)
         history = self.state.history if mode.penalised else None
         if history is not None:
             logits_UV = history.apply(logits_UV, rows.slot_B, rows.drafts_BK, backend=self._kernels)
-        tokens_U = sample(logits_UV, self.state.row_sampling(slot_U, index_U, mode), backend=self._kernels)
+        sampling = self.state.row_sampling(rows.slot_B, last_B + 1, count, mode)
+        tokens_U = sample(logits_UV, sampling, backend=self._kernels)
         return tokens_U.view(rows.batch, -1)
 
     def _accept(self, rows: Rows, tokens_BV: Tensor) -> Accepted:
@@ -164,24 +163,21 @@ class SpeculativeStep:
         if side.mask is None:
             position_B = layout.positions[layout.sample_rows]
             return self._draft_in_turn(side, rows, position_B, stream_UH, index_B, num_drafts, mode)
-        index_U = (index_B[:, None] + torch.arange(num_drafts, device=index_B.device)).flatten()
-        sampling = self.state.row_sampling(rows.slot_B.repeat_interleave(num_drafts), index_U, mode)
+        sampling = self.state.row_sampling(rows.slot_B, index_B, num_drafts, mode)
         return self._pick(side, stream_UH, sampling).view(-1, num_drafts)
 
-    def _first_pass(
-        self, side: DraftSide, rows: Rows, layout: DraftLayout, taps_TC: Tensor, mask_rows: int
-    ) -> Tensor:
+    def _first_pass(self, side: DraftSide, rows: Rows, layout: DraftLayout, taps_TC: Tensor, mask_rows: int) -> Tensor:
         """The drafter over every row that has its token: pre-norm stream of each request's last row and its mask rows,
         [B, H] or [B K, H]."""
+
         def attend_for(sampled: bool) -> Attend:
             host = rows.host and rows.host.extended(mask_rows)
+            count, keys_R = rows.rows_per_request and rows.rows_per_request + mask_rows, layout.last_keys
             if sampled:
-                count, keys_R = 1 + mask_rows, layout.last_keys[layout.sample_rows]
-                host = host and host.sampled(count)
-            else:
-                count, keys_R = rows.rows_per_request and rows.rows_per_request + mask_rows, layout.last_keys
+                count, keys_R = 1 + mask_rows, keys_R[layout.sample_rows]
+                host = host and host.sampled(1 + mask_rows)
             plan = self._plan(rows.tables_BN, count, host, side.drafter.config)
-            return side.cache.attend(layout.slots, self._visible(keys_R), plan)
+            return side.cache.attend(layout.slots, keys_R, plan)
 
         return side.first_pass(layout, side.drafter.combine(taps_TC), attend_for)
 
@@ -203,15 +199,17 @@ class SpeculativeStep:
         """
         drafter = side.drafter
         request_B = torch.arange(rows.batch, device=position_B.device)
-        plan = self._plan(rows.tables_BN, 1, rows.host and rows.host.extended(num_drafts - 1).sampled(1), drafter.config)
-        sampling = self.state.row_sampling(rows.slot_B, index_B, mode)
+        host = rows.host and rows.host.extended(num_drafts - 1).sampled(1)
+        plan = self._plan(rows.tables_BN, 1, host, drafter.config)
+        sampling = self.state.row_sampling(rows.slot_B, index_B, 1, mode)
         drafts = [self._pick(side, stream_BH, sampling)]
         for turn in range(1, num_drafts):
             at_B = position_B + turn
             slots_B = kv_slots(
                 rows.tables_BN, request_B, at_B, self._block_size, self._max_model_len, backend=self._kernels
             )
-            attend = side.cache.attend(slots_B, self._visible(at_B), plan)
+            last_key_B = at_B.clamp(max=self._max_model_len - 1)  # past the limit a row has no key of its own
+            attend = side.cache.attend(slots_B, last_key_B, plan)
             stream_BH = drafter.stream(drafter.embed_tokens(drafts[-1]), stream_BH, at_B, attend)
             drafts.append(self._pick(side, stream_BH, sampling and replace(sampling, indices=index_B + turn)))
         return torch.stack(drafts, dim=1)
@@ -243,7 +241,3 @@ class SpeculativeStep:
             device=tables_BN.device,
             backend=self._attention,
         )
-
-    def _visible(self, positions_R: Tensor) -> Tensor:
-        """The last key position each row sees: its own; rows past the length limit have no key of their own."""
-        return positions_R.clamp(max=self._max_model_len - 1)

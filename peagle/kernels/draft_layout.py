@@ -21,7 +21,8 @@ class DraftLayout:
 
     input_ids: Tensor  # [T'] token, mask id, or 0 on dead rows
     positions: Tensor  # [T'] RoPE position, 0 on dead rows
-    last_keys: Tensor  # [T'] the last key a row sees: its own; dead rows see what the last mask row sees, padding key 0
+    # [T'] the last key a row sees: its own, or the last there can be; dead rows: the last mask row's, padding none: -1
+    last_keys: Tensor
     is_rejected: Tensor  # [T'] dead rows
     is_masked: Tensor  # [T'] mask rows
     sample_rows: Tensor  # [B K] the bonus row and the mask rows of each request
@@ -144,7 +145,7 @@ def draft_layout_ref(
     return DraftLayout(
         input_ids=ids_R,
         positions=positions_R,
-        last_keys=last_keys_R.masked_fill(padding_B[request_R], 0),
+        last_keys=last_keys_R.clamp(max=max_model_len - 1).masked_fill(padding_B[request_R], -1),
         is_rejected=is_rejected_R,
         is_masked=is_masked_R,
         sample_rows=((start_B1[:-1] + copied_B)[:, None] + torch.arange(k, device=device)).flatten(),

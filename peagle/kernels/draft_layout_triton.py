@@ -90,7 +90,8 @@ def _lay_out_request(
         tl.store(next_ids_T + start + offset_R, tl.where(offset_R <= copied, token_R, 0), mask=is_target_R)
         token_R = tl.where(masked_R, mask_token_id, token_R)
         position_R = tl.where(rejected_R, 0, first + offset_R)
-        last_key_R = tl.where(live, first + tl.minimum(offset_R, copied + (DRAFTS - 1)), 0)
+        last_key_R = tl.minimum(first + tl.minimum(offset_R, copied + (DRAFTS - 1)), limit - 1)
+        last_key_R = tl.where(live, last_key_R, -1)
         slot_R = _slots(table, position_R, inside_R & ~rejected_R, limit, BLOCK_SIZE)
         at_R = out + offset_R
         tl.store(ids_R + at_R, token_R, mask=inside_R)

@@ -99,7 +99,7 @@ class Case:
 
         def attend_for(sampled: bool) -> Attend:
             asked.append(sampled)
-            limit_R = self.layout.last_keys.clamp(max=LIMIT - 1)
+            limit_R = self.layout.last_keys
             plan = self._plan(sampled, kernels)
             return cache.attend(self.layout.slots, limit_R[self.layout.sample_rows] if sampled else limit_R, plan)
 

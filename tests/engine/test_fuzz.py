@@ -1,4 +1,4 @@
-"""Thousands of random requests through a tiny KV pool: whatever happens around it, a request says what it says alone."""
+"""Thousands of random requests through a tiny KV pool: whatever happens around one, it says what it says alone."""
 
 from dataclasses import dataclass
 

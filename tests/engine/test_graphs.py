@@ -55,9 +55,8 @@ class TestOnGpu:
             llm = tiny_llm(5, parallel=parallel, device="cuda", graphs=graphs, async_scheduling=ahead)
             own = llm.generate(prompts, params)
             assert [o.token_ids for o in own] == [o.token_ids for o in expected]
-            force_drafts(llm, expected, seed=0)
-            if llm.core._graphs is not None:
-                llm.core._graphs._captured.clear()  # what they captured was the head's own drafting
+            llm = tiny_llm(5, parallel=parallel, device="cuda", graphs=graphs, async_scheduling=ahead)
+            force_drafts(llm, expected, seed=0)  # before anything is captured
             forced = llm.generate(prompts, params)
             assert [o.token_ids for o in forced] == [o.token_ids for o in expected]
             assert sum(o.stats.num_accepted_tokens for o in forced) > 50
@@ -67,7 +66,7 @@ class TestOnGpu:
         llm = tiny_llm(3, parallel=parallel, device="cuda")
         core = llm.core
         params = SamplingParams(max_tokens=90, temperature=0.7, seed=0, ignore_eos=True)
-        core.warm_up(3, SamplingMode(drawn=True))
+        core.run_padding(4, 3, SamplingMode(drawn=True))
         for i, prompt in enumerate(random_prompts(4, seed=2)):
             core.add(llm.make_request(prompt, params, index=i))
         for _ in range(4):

@@ -144,7 +144,8 @@ def test_penalties_count_drafts_as_said(parallel: bool, engine: dict[str, int]):
         {"min_p": 0.2},
     ]
     params = [
-        SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i, **kinds[i % 4]) for i in range(len(PROMPTS))
+        SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i, **kinds[i % 4])
+        for i in range(len(PROMPTS))
     ]
     plain = plain_outputs(params)
     bare = plain_outputs([SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i) for i in range(10)])

@@ -39,6 +39,7 @@ def check(head: str, device: str, prompts: int, max_tokens: int, **filters: Any)
     for kernels in ("torch", "triton"):
         llm = tiny_llm(head, kernels, device)
         own = llm.generate(texts, params)
+        llm = tiny_llm(head, kernels, device)  # a captured step would go on drafting by itself
         force_drafts(llm, expected, seed=1)
         forced = llm.generate(texts, params)
         for outputs in (own, forced):

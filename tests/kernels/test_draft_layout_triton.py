@@ -102,7 +102,8 @@ def test_padding_is_dead_and_changes_nothing_else():
     assert not beside["is_masked"][5:].any()
     assert beside["slots"][5:].eq(-1).all()
     assert beside["source_rows"][5:].eq(-1).all()
-    for name in ("input_ids", "positions", "last_keys"):
+    assert beside["last_keys"][5:].eq(-1).all()
+    for name in ("input_ids", "positions"):
         assert not beside[name][5:].any()
     assert beside["sample_rows"].tolist() == [1, 2, 3, 6, 7, 8]
 

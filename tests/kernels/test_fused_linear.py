@@ -147,8 +147,12 @@ def check_rope_write(
 
     expected_q, expected = run("triton", fused=False)
     q, cache = run("triton", fused=True)
-    assert torch.equal(q, expected_q)
-    assert torch.equal(cache, expected)
+    if normed and device == "cuda":  # two kernels, whose compilers fuse multiplications and additions as they like
+        close = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-6}
+        torch.testing.assert_close((q, cache), (expected_q, expected), **close)
+    else:
+        assert torch.equal(q, expected_q)
+        assert torch.equal(cache, expected)
     unnamed = [s for s in range(num_slots) if s not in slots.tolist()]
     assert torch.equal(cache[:, :, unnamed], before[:, :, unnamed])
     twin_q, twin = run("torch", fused=True)
