@@ -69,6 +69,45 @@ class LosslessRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LosslessSettingRow:
+    """One engine setting against plain decoding (result names `lossless-gpu-*`).
+
+    `first_divergence` is the smallest output index at which any two answers part. Two tokens at which they do are a
+    `gap` apart; every one below `limit`, twice the numerical noise in the same units, makes the row `explained`.
+    """
+
+    dtype: str
+    setting: str
+    num_speculative_tokens: int
+    temperature: float
+    requests: int
+    equal: int
+    tokens_compared: int
+    first_divergence: int | None
+    largest_gap: float | None
+    limit: float
+    explained: bool
+    preemptions: int
+    cached_tokens: int
+    acceptance_length: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergenceRow:
+    """Where an answer parts from the reference's: both tokens, -1 for none, and how far the worse is from the best."""
+
+    dtype: str
+    setting: str
+    num_speculative_tokens: int
+    temperature: float
+    request: int
+    index: int
+    tokens: Sequence[int]
+    gap: float | None
+    explained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CurveRow:
     """The last evaluation of a training run within a budget of positions or seconds (result names `train-curve*`).
 

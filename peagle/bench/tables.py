@@ -81,6 +81,30 @@ def _lossless(rows: Sequence[Json]) -> str:
     )
 
 
+def _lossless_settings(rows: Sequence[Json]) -> str:
+    return markdown_table(
+        ("setting", "K", "precision", "T", "identical outputs", "tokens", "largest gap", "2 x noise", "explained"),
+        [
+            (
+                row["setting"],
+                str(row["num_speculative_tokens"] or ""),
+                row["dtype"],
+                f"{row['temperature']:g}",
+                f"**{row['equal']} of {row['requests']}**",
+                f"{row['tokens_compared']:,}",
+                "–" if row["largest_gap"] is None else f"{row['largest_gap']:.2g}",
+                f"{row['limit']:.2g}",
+                _explained(row),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _explained(row: Json) -> str:
+    return "–" if row["equal"] == row["requests"] else "yes" if row["explained"] else "**no**"
+
+
 def _curve(rows: Sequence[Json]) -> str:
     return markdown_table(
         ("run", "within", "AL", "AL implied by held-out text", "positions", "seconds", "step"),
@@ -260,6 +284,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "acceptance-": _acceptance,
         "heads-": _heads,
         "cpu-speed-": _speed,
+        "lossless-gpu-": _lossless_settings,  # before any shorter beginning
         "lossless-": _lossless,
         "train-curve": _curve,
         "training-memory-": _training_memory,

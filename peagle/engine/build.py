@@ -38,8 +38,8 @@ def build_core(
 ) -> EngineCore:
     """Allocate the caches on the models' device and join everything, for up to `most_drafts` drafts a round.
 
-    `pack` replaces linear layers by packed ones on the CPU; `savings` None is all of them. Raises PeagleError for settings that do not fit the model,
-    the head or the memory.
+    `pack` replaces linear layers by packed ones on the CPU; `savings` None is all of them. Raises PeagleError for
+    settings that do not fit the model, the head or the memory.
     """
     weight = target.model.embed_tokens.weight
     device, spec = weight.device, target.spec

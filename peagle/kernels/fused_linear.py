@@ -16,11 +16,13 @@ from peagle.kernels.swiglu import silu_mul_ref
 _ONE_TILE = 16  # rows that tensor cores multiply as one
 _MOST_ROWS = 64
 _SMALL_WEIGHT = 1 << 22  # elements, of a layer bound by launches
+_LARGE_WEIGHT = 1 << 24  # from here on memory is what counts, and cuBLAS reads it faster
 
 
 def prefers_fused(rows: int, weight_OI: Tensor) -> bool:
     """Whether the fused forms are taken to be faster than cuBLAS with kernels around it, for `rows` and this weight."""
-    return rows <= _ONE_TILE or (rows <= _MOST_ROWS and weight_OI.numel() <= _SMALL_WEIGHT)
+    most = _LARGE_WEIGHT if rows <= _ONE_TILE else _SMALL_WEIGHT if rows <= _MOST_ROWS else 0
+    return weight_OI.numel() <= most
 
 
 def norm_linear(

@@ -6,7 +6,7 @@ captured launch serves every step while they change; nothing about it depends on
 Few requests do not fill a GPU, so their keys are split over programs (flash-decoding). For a result that depends on
 nothing but the row itself, the split has no say in the arithmetic:
 
-* Keys are cut into chunks at fixed positions: of 256 keys up to position 4096, then eight to each doubling.
+* Keys are cut into chunks at fixed positions: of 128 keys up to position 2048, then eight to each doubling.
 * A chunk is attended to from a fresh start, whoever does it, and chunks are folded together in order of position.
 * A chunk of which a row sees nothing changes no bit of that row.
 
@@ -15,6 +15,7 @@ same whatever its neighbours, in its own request or others. (Only the number of 
 sets the tile, and with it the instruction that multiplies.)
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from peagle.kernels.backend import use_triton
 
-FINE_KEYS = 256  # of the first chunks
+# Of the first chunks. Fewer make one short request faster, as more programs share it; many requests slower, as a chunk
+# starts afresh. The variable is for measuring that.
+FINE_KEYS = int(os.environ.get("PEAGLE_FINE_KEYS", "128"))
 _DOUBLING_CHUNKS = 8
 _PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
 # Rows times query heads of one kv head in a tile: tl.dot takes no fewer than the first.

@@ -11,16 +11,28 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.paged_decode import FINE_KEYS, DecodePlan
+from peagle.kernels.pdl import pdl_options, pdl_wait
 
 _FINE = tl.constexpr(FINE_KEYS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # a running maximum that is finite, so that -inf - maximum is never NaN
+_MOST_AT_ONCE = tl.constexpr(8192)  # elements of chunks that the last to arrive loads together: registers
 
 
 @triton.jit
 def _chunk_start(chunk: tl.tensor) -> tl.tensor:
     doublings = tl.maximum(chunk // 8 - 1, 0)
     return (chunk - 8 * doublings) * _FINE << doublings
+
+
+@triton.jit
+def _chunk_of(key: tl.tensor) -> tl.tensor:
+    """The chunk that holds a key's position. `_chunk_start` from 8 on is floating point with three bits after the
+    first, so the exponent of a float32 says which doubling it is."""
+    fine = key // _FINE
+    exponent = (fine.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    doublings = tl.maximum(exponent - 3, 0)
+    return 8 * doublings + (fine >> doublings)
 
 
 @triton.jit
@@ -34,10 +46,14 @@ def _fold(out_TD: tl.tensor, top_T: tl.tensor, total_T: tl.tensor, chunk_TD: tl.
 
 @triton.jit
 def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, first: tl.tensor,
-                  stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, scale_log2: tl.tensor,
-                  BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+                  stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, early: tl.tensor,
+                  early_block_S: tl.tensor, scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+                  TILE: tl.constexpr, KEYS: tl.constexpr,
                   WINDOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Online softmax over keys first .. stop - 1 of one request; none before `lowest_key` is read."""
+    """Online softmax over keys first .. stop - 1 of one request; none before `lowest_key` is read.
+
+    Blocks of the KEYS keys from `early` on are known.
+    """
     s, d = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
     top_T = tl.full([TILE], _LOWEST, tl.float32)
     total_T = tl.zeros([TILE], tl.float32)
@@ -48,7 +64,8 @@ def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, tab
         read_S = position_S < stop
         if WINDOW > 0:
             read_S = read_S & (position_S >= lowest_key)
-        block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S, other=0).to(tl.int64)
+        block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S & (start != early), other=0)
+        block_S = tl.where(start == early, early_block_S, block_S).to(tl.int64)
         at_SD = (block_S * BLOCK_SIZE + position_S % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None]
         k_SD = tl.load(keys_SD + at_SD, mask=read_S[:, None], other=0.0)
         v_SD = tl.load(values_SD + at_SD, mask=read_S[:, None], other=0.0)
@@ -90,36 +107,41 @@ def _decode_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # a table's width holds, rounded up to a power of two
-    CHUNKS_KEPT: tl.constexpr,
+    CHUNKS: tl.constexpr,  # that a table's width holds
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles_of_request: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
     request, first_row = tile // tiles_of_request, tile % tiles_of_request * TILE_ROWS
-    t, d, c = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, CHUNKS)
+    t, d = tl.arange(0, TILE), tl.arange(0, HEAD_DIM)
     live_T = (t < TILE_ROWS * GROUP) & (first_row + t // GROUP < ROWS)
     row_T, head_T = (request * ROWS + first_row + t // GROUP).to(tl.int64), kv_head * GROUP + t % GROUP
+    q_at_TD = (row_T * q_row_stride + head_T * q_head_stride)[:, None] + d[None]
+    table = tables_BN + request.to(tl.int64) * table_width
+    early = _chunk_start(split)  # where this program starts if there is no window
+    early_N = (early + tl.arange(0, KEYS)) // BLOCK_SIZE
+    pdl_wait(PDL)
+    # All that does not follow from the limits is loaded along with them: the wait for memory is most of a short pass.
     limit_T = tl.load(limit_R + row_T, mask=live_T, other=-1).to(tl.int32)
+    q_TD = tl.load(q_RND + q_at_TD, mask=live_T[:, None], other=0.0)
+    early_block_S = tl.load(table + early_N, mask=early_N < table_width, other=0)
 
     last_key = tl.max(limit_T, axis=0)
-    end = tl.sum((_chunk_start(c) <= last_key).to(tl.int32), axis=0)
+    end = tl.where(last_key >= 0, _chunk_of(last_key) + 1, 0)
     lowest_key, first = 0, 0
     if WINDOW > 0:
         lowest_key = tl.maximum(tl.min(tl.where(limit_T >= 0, limit_T, last_key), axis=0) - (WINDOW - 1), 0)
-        first = tl.sum((_chunk_start(c + 1) <= lowest_key).to(tl.int32), axis=0)
+        first = _chunk_of(lowest_key)
     count = end - first
     sharing = tl.minimum(count, SPLITS)
     if split >= tl.maximum(sharing, 1):
         return
 
-    q_at_TD = (row_T * q_row_stride + head_T * q_head_stride)[:, None] + d[None]
-    q_TD = tl.load(q_RND + q_at_TD, mask=live_T[:, None], other=0.0)
-    table = tables_BN + request.to(tl.int64) * table_width
     head_offset = kv_head.to(tl.int64) * cache_head_stride
-    place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS_KEPT
+    place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS
     kept_TD, kept_T = scratch_out + t[:, None] * HEAD_DIM + d[None], scratch_stats + t
     out_TD = tl.zeros([TILE, HEAD_DIM], tl.float32)
     top_T = tl.full([TILE], _LOWEST, tl.float32)
@@ -131,7 +153,7 @@ def _decode_tile(
         stop = tl.minimum(_chunk_start(chunk + 1), last_key + 1)
         chunk_TD, chunk_top_T, chunk_total_T = _attend_chunk(
             q_TD, keys_MSD + head_offset, values_MSD + head_offset, table, start, stop, lowest_key, limit_T,
-            scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW,
+            early, early_block_S, scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW,
         )  # fmt: skip
         if SPLITS == 1:
             out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
@@ -150,12 +172,17 @@ def _decode_tile(
                 live_T = t < 0  # the last to arrive writes the output
             else:
                 tl.store(arrival, 0)
-                out_TD, top_T, total_T = out_TD * 0.0, top_T * 0.0 + _LOWEST, total_T * 0.0
-                for chunk in range(first, end):
-                    chunk_TD = tl.load(kept_TD + (place + chunk) * TILE * HEAD_DIM)
-                    chunk_top_T = tl.load(kept_T + (place + chunk) * 2 * TILE)
-                    chunk_total_T = tl.load(kept_T + (place + chunk) * 2 * TILE + TILE)
-                    out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+                out_TD = tl.zeros([TILE, HEAD_DIM], tl.float32)
+                top_T = tl.full([TILE], _LOWEST, tl.float32)
+                total_T = tl.zeros([TILE], tl.float32)
+                AT_ONCE: tl.constexpr = max(1, min(4, _MOST_AT_ONCE // (TILE * HEAD_DIM)))
+                for from_chunk in range(first, end, AT_ONCE):
+                    for i in tl.static_range(AT_ONCE):
+                        kept, there = place + from_chunk + i, from_chunk + i < end
+                        chunk_TD = tl.load(kept_TD + kept * TILE * HEAD_DIM, mask=there, other=0.0)
+                        chunk_top_T = tl.load(kept_T + kept * 2 * TILE, mask=there, other=_LOWEST)
+                        chunk_total_T = tl.load(kept_T + kept * 2 * TILE + TILE, mask=there, other=0.0)
+                        out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
 
     if SINKS:
         sink_T = tl.load(sinks_N + head_T).to(tl.float32) * _LOG2_E
@@ -207,11 +234,11 @@ def paged_decode_triton(
             BLOCK_SIZE=plan.block_size,
             TILE=plan.tile_size,
             KEYS=keys,
-            CHUNKS=triton.next_power_of_2(plan.chunks),
-            CHUNKS_KEPT=plan.chunks,
+            CHUNKS=plan.chunks,
             SPLITS=plan.splits,
             WINDOW=window or 0,
             SINKS=sinks_N is not None,
+            **pdl_options(q_RND.device),
             num_warps=warps,
             num_stages=stages,
             enable_fp_fusion=False,  # folding in registers and folding from memory must round alike

@@ -9,6 +9,7 @@ from peagle.bench.report import (
     AcceptanceRow,
     CurveRow,
     LosslessRow,
+    LosslessSettingRow,
     SpeedRow,
     provenance,
     read_result,
@@ -85,6 +86,22 @@ PEER = {
     "peak_gib": 70.993,
     "resident_gib": 8.366,
 }
+SETTING = LosslessSettingRow(
+    dtype="bfloat16",
+    setting="drafts",
+    num_speculative_tokens=7,
+    temperature=0.8,
+    requests=64,
+    equal=60,
+    tokens_compared=8000,
+    first_divergence=17,
+    largest_gap=0.0234,
+    limit=0.31,
+    explained=True,
+    preemptions=0,
+    cached_tokens=0,
+    acceptance_length=2.5,
+)
 LOSSLESS = LosslessRow(num_speculative_tokens=7, batch_size=8, temperature=0.0, prompts=50, identical=49)
 
 
@@ -116,6 +133,17 @@ def test_a_result_says_where_it_comes_from(tmp_path):
         ("train-curve-x", CURVE, "| EAGLE-3 | 100 seconds | **2.40** | 2.51 | 4,000,000 | 99 | 500 |"),
         ("cpu-speed-x", SPEED, "| 5 | 30.0 | 45.1 | **1.50x** | 2.60 | 10 | 1,280 |"),
         ("lossless-x", LOSSLESS, "| 0 | 7 | 8 | 49 of 50 |"),
+        ("lossless-gpu-x", SETTING, "| drafts | 7 | bfloat16 | 0.8 | **60 of 64** | 8,000 | 0.023 | 0.31 | yes |"),
+        (
+            "lossless-gpu-x",
+            replace(SETTING, num_speculative_tokens=0, equal=64, largest_gap=None),
+            "| drafts |  | bfloat16 | 0.8 | **64 of 64** | 8,000 | – | 0.31 | – |",
+        ),
+        (
+            "lossless-gpu-x",
+            replace(SETTING, largest_gap=0.5, explained=False),
+            "| drafts | 7 | bfloat16 | 0.8 | **60 of 64** | 8,000 | 0.5 | 0.31 | **no** |",
+        ),
         ("heads-x", replace(ACCEPTANCE, head="a"), "| a | 3 | 2.44 |"),
         (
             "training-memory-x",

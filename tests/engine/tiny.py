@@ -52,15 +52,17 @@ def tiny_parts(
     parallel: bool = True,
     window: int | None = None,
     draft_ids: Sequence[int] | None = None,
+    layers: int = 4,
 ) -> tuple[Target, Eagle3Drafter]:
     """Random target and random two-layer head, P-EAGLE or EAGLE-3; with a `window`, its second layer slides."""
-    spec = tiny_spec()
+    spec = tiny_spec(num_layers=layers)
     model = TargetModel(spec).eval().requires_grad_(False)
     random_weights(model, seed)
     target = Target("tiny", Path("tiny"), spec, model.to(dtype), tiny_tokenizer())
     drafter = new_drafter(
-        spec, target.model, num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95 if parallel else None, seed=seed + 1,
-        target_init=False, sliding_window=window, sliding_layers=window and (1,),
+        spec, target.model, num_layers=2, tap_ids=(layers // 4, layers // 2, layers),
+        mask_token_id=95 if parallel else None, seed=seed + 1, target_init=False,
+        sliding_window=window, sliding_layers=window and (1,),
         draft_ids=None if draft_ids is None else torch.tensor(draft_ids),
     )  # fmt: skip
     return target, drafter.to(dtype).eval().requires_grad_(False)
@@ -73,10 +75,11 @@ def tiny_llm(
     seed: int = 0,
     parallel: bool = True,
     window: int | None = None,
+    layers: int = 4,
     **engine: Any,
 ) -> LLM:
     """The engine of `tiny_parts`; `engine` overrides `EngineConfig`."""
-    target, drafter = tiny_parts(dtype, seed, parallel, window)
+    target, drafter = tiny_parts(dtype, seed, parallel, window, layers=layers)
     device = engine.get("device", "cpu")
     target.model.to(device), drafter.to(device)
     return LLM.from_parts(target, drafter, k, EngineConfig(**{"block_size": 4, "max_num_seqs": 8, **engine}))

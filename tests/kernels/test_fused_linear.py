@@ -208,6 +208,7 @@ def test_torch_keeps_wide_batches_of_large_layers():
     small, large = torch.empty(1536, 576, device="meta"), torch.empty(12288, 4096, device="meta")
     assert [prefers_fused(rows, small) for rows in (1, 16, 64, 65)] == [True, True, True, False]
     assert [prefers_fused(rows, large) for rows in (1, 16, 17)] == [True, True, False]
+    assert not prefers_fused(1, torch.empty(4096, 12288, device="meta"))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -286,7 +287,7 @@ def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int,
     constants = {
         "IN": inputs, "OUT": outputs, "ROWS": tile.rows, "COLUMNS": tile.columns, "SLICES": tile.slices,
         "STEP": tile.step, "STAGES": tile.stages, "NORM": True, "NORM_FIRST": False, "GATED": gated, "BIAS": True,
-        "ADD": not gated,
+        "ADD": not gated, "PDL": True,
     }  # fmt: skip
     kinds = {"rows": "i32", "eps": "fp32"} | {name: "i64" for name in fn.arg_names if name.endswith("_stride")}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in fn.arg_names}

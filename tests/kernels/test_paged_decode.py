@@ -111,10 +111,10 @@ CASES = {
 
 def test_chunks_cover_every_position_once():
     starts = [chunk_start(c) for c in range(60)]
-    assert starts[:18] == [*range(0, 4097, 256), 4608]
-    assert (starts[24], starts[25], starts[32]) == (8192, 9216, 16384)
-    assert all(a < b and (b - a) % 256 == 0 for a, b in pairwise(starts))
-    assert [num_chunks(n) for n in (1, 256, 257, 4096, 4097, 40960)] == [1, 1, 2, 16, 17, 42]
+    assert starts[:18] == [*range(0, 2049, 128), 2304]
+    assert (starts[24], starts[25], starts[32]) == (4096, 4608, 8192)
+    assert all(a < b and (b - a) % 128 == 0 for a, b in pairwise(starts))
+    assert [num_chunks(n) for n in (1, 128, 129, 2048, 2049, 40960)] == [1, 1, 2, 16, 17, 50]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -142,7 +142,7 @@ def test_the_split_follows_from_batch_and_width():
         sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, **changes}
         return plan_decode(8, tables[batch], 16, backend="torch", **sizes).splits
 
-    assert [splits(batch) for batch in (1, 8, 64)] == [24, 5, 1]  # 24 chunks in 8,192 keys
+    assert [splits(batch) for batch in (1, 8, 64)] == [32, 5, 1]  # 32 chunks in 8,192 keys
     plan = plan_decode(8, tables[1], 16, heads=14, kv_heads=2, head_dim=64, backend="torch")
     assert (plan.tile_rows, plan.tile_size) == (8, 64)
     plan = plan_decode(14, tables[1], 16, heads=64, kv_heads=8, head_dim=64, backend="torch")

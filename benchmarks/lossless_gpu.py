@@ -1,0 +1,368 @@
+"""Identical output whatever the engine does around a request: drafts, CUDA graphs, prefix cache, chunks, preemption.
+
+Every setting runs the same prompts as a reference that does none of it. Rounding may tell them apart, for the sum in a
+matmul depends on how many rows share it; so each first difference is judged: one pass over the tokens before it, apart
+from any engine, says how far the two tokens were from each other. `explained` means less than twice the numerical
+noise, which is measured too: how far the logits of the same rows lie apart when they are computed in other numbers.
+
+Hardware: one CUDA GPU, about a minute. On the CPU, without graphs and with nothing in flight:
+
+    python -m benchmarks.lossless_gpu
+    python -m benchmarks.lossless_gpu --device cpu --prompts 4 --tokens 16
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, first_turns
+from peagle.bench.report import DivergenceRow, LosslessSettingRow, read_result, write_result
+from peagle.bench.tables import render_block
+from peagle.config import EngineConfig
+from peagle.devices import resolve_device, resolve_dtype
+from peagle.drafters.checkpoint import load_drafter
+from peagle.drafters.eagle3 import Eagle3Drafter
+from peagle.engine.build import resolve_kernels
+from peagle.engine.engine import LLM
+from peagle.engine.request import RequestOutput
+from peagle.models.layers import use_kernels
+from peagle.models.target import Target, load_target
+from peagle.sampling import SamplingParams, gumbel_noise
+
+MAX_MODEL_LEN = 1024
+LOSSLESS_PROMPTS = 50  # of 64: those of `benchmarks.lossless`; the rest share a long beginning
+NOISE_SEQUENCES, NOISE_ROWS = 4, 32
+
+PLAIN = {"graphs": False, "enable_prefix_caching": False, "async_scheduling": False, "max_num_batched_tokens": 32768}
+GRAPHS = {"graphs": True}
+AHEAD = {"async_scheduling": True}
+CACHE = {"enable_prefix_caching": True}
+CHUNKS = {"max_num_batched_tokens": 64}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is switched on. With the prefix cache the prompts run twice, and the second answers count."""
+
+    name: str
+    num_drafts: int = 0
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    caches: Sequence[float] = ()  # KV cache as a share of what all prompts take; the first with which one is preempted
+    share: float = 1.0  # of the prompts, the first ones
+    needs_cuda: bool = False
+
+
+REFERENCE = Setting("reference")
+SETTINGS = (
+    Setting("drafts", 3),
+    Setting("drafts", 7),
+    Setting("CUDA graphs", changes=GRAPHS, needs_cuda=True),
+    Setting("prefix cache", changes=CACHE),
+    Setting("prompts in chunks", changes=CHUNKS, share=0.5),
+    Setting("preemption", caches=(1.0,), share=0.5),
+    Setting("a step ahead", changes=AHEAD, needs_cuda=True),
+    Setting("one at a time, graphs", changes={**GRAPHS, "max_num_seqs": 1}, share=0.125),
+    Setting("all together", 3, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS}, caches=(0.25, 0.5, 1.0), share=0.5),
+    Setting("all together", 7, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS}, caches=(0.25, 0.5, 1.0), share=0.5),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The answers of one setting at one temperature, and what happened on the way."""
+
+    outputs: list[RequestOutput]
+    preemptions: int
+    cached_tokens: int
+    acceptance_length: float
+
+
+class Lossless:
+    """One model in one precision: runs the settings and judges where they part from the reference."""
+
+    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
+        self._args, self._dtype = args, dtype
+        self.device = resolve_device(args.device)
+        precision = resolve_dtype(dtype, self.device)
+        self._target: Target = load_target(args.model, dtype=precision, device=self.device)
+        model, spec = self._target.model, self._target.spec
+        self._drafter: Eagle3Drafter = load_drafter(args.head, model, spec, dtype=precision, device=self.device)
+        self._conversations = conversations(args.prompts)
+        self._prompt_lengths: list[int] = []  # known once the reference has run
+        self._known: dict[tuple[int, ...], Tensor] = {}  # logits after a prefix: settings often part at the same place
+
+    def run(self, setting: Setting) -> list[Run]:
+        """The setting's run at each temperature, in one engine."""
+        for share in setting.caches or (None,):
+            llm = self._engine(setting, share)
+            runs = [self._run(llm, setting, temperature) for temperature in self._args.temperature]
+            if share is None or all(run.preemptions for run in runs):
+                break
+        if not self._prompt_lengths:
+            self._prompt_lengths = [len(output.prompt_token_ids) for output in runs[0].outputs]
+        return runs
+
+    def noise(self, outputs: Sequence[RequestOutput]) -> float:
+        """The largest distance between two logits of the same token in the same place, computed in other numbers of
+        rows or by another form of the kernels."""
+        most = 0.0
+        forms = {"torch", resolve_kernels(EngineConfig(), self.device)}
+        for output in outputs[:NOISE_SEQUENCES]:
+            ids = [*output.prompt_token_ids, *output.token_ids]
+            last = min(NOISE_ROWS, len(ids))
+            ways = [self._logits(ids, last, rows, form) for form in forms for rows in (1, 8, len(ids))]
+            stacked = torch.stack(ways)
+            most = max(most, float((stacked.amax(dim=0) - stacked.amin(dim=0)).max()))
+        return most
+
+    def compare(
+        self, setting: Setting, temperature: float, run: Run, reference: Run, noise: float
+    ) -> tuple[LosslessSettingRow, list[DivergenceRow]]:
+        """How much of a run equals the reference, and every first difference, judged."""
+        limit = 2 * noise / (temperature or 1.0)
+        compared, found = 0, []
+        for number, (output, expected) in enumerate(zip(run.outputs, reference.outputs[: len(run.outputs)])):
+            index = common_length(output.token_ids, expected.token_ids)
+            if output.token_ids == expected.token_ids:
+                compared += index
+                continue
+            compared += index + 1
+            tokens = [(o.token_ids[index : index + 1] or [-1])[0] for o in (expected, output)]
+            gap = self._gap([*expected.prompt_token_ids, *expected.token_ids[:index]], tokens, temperature, number)
+            found.append(
+                DivergenceRow(
+                    dtype=self._dtype,
+                    setting=setting.name,
+                    num_speculative_tokens=setting.num_drafts,
+                    temperature=temperature,
+                    request=number,
+                    index=index,
+                    tokens=tokens,
+                    gap=gap,
+                    explained=gap is not None and gap < limit,
+                )
+            )
+        gaps = [d.gap for d in found if d.gap is not None]
+        row = LosslessSettingRow(
+            dtype=self._dtype,
+            setting=setting.name,
+            num_speculative_tokens=setting.num_drafts,
+            temperature=temperature,
+            requests=len(run.outputs),
+            equal=len(run.outputs) - len(found),
+            tokens_compared=compared,
+            first_divergence=min((d.index for d in found), default=None),
+            largest_gap=max(gaps, default=None),
+            limit=limit,
+            explained=all(d.explained for d in found),
+            preemptions=run.preemptions,
+            cached_tokens=run.cached_tokens,
+            acceptance_length=run.acceptance_length,
+        )
+        return row, found
+
+    @property
+    def _block_size(self) -> int:
+        return 16 if self.device.type == "cuda" else 4  # a short trial is to fill a few blocks too
+
+    def _engine(self, setting: Setting, share: float | None) -> LLM:
+        changes = {"max_num_seqs": 64, **PLAIN, **setting.changes}
+        blocks = len(self._conversations) * MAX_MODEL_LEN // self._block_size
+        if share is not None:
+            blocks = self._scarce_blocks(setting, share)
+        config = EngineConfig(
+            dtype=self._dtype,
+            device=str(self.device),
+            max_model_len=min(MAX_MODEL_LEN, blocks * self._block_size),
+            block_size=self._block_size,
+            num_kv_blocks=blocks,
+            **changes,
+        )
+        drafter = self._drafter if setting.num_drafts else None
+        return LLM.from_parts(self._target, drafter, setting.num_drafts, config)
+
+    def _scarce_blocks(self, setting: Setting, share: float) -> int:
+        """A share of the blocks with which all prompts can begin and answers can hardly grow; enough for any one."""
+        reach = 2 * setting.num_drafts + 1
+        lengths = self._prompt_lengths[: self._count(setting)]
+        begin = sum(1 - (length + reach) // -self._block_size for length in lengths)
+        longest = max(lengths) + self._args.tokens + reach
+        return max(round(share * begin), -(longest // -self._block_size))
+
+    def _count(self, setting: Setting) -> int:
+        return max(round(len(self._conversations) * setting.share), min(4, len(self._conversations)))
+
+    def _run(self, llm: LLM, setting: Setting, temperature: float) -> Run:
+        asked = self._conversations[: self._count(setting)]
+        params = [
+            SamplingParams(max_tokens=self._args.tokens, temperature=temperature, seed=i, ignore_eos=True)
+            for i in range(len(asked))
+        ]
+        preempted, cached = llm.core.scheduler.num_preemptions, 0
+        outputs = llm.chat(asked, params)
+        if setting.changes.get("enable_prefix_caching"):
+            cached = sum(cached_tokens(llm, output.prompt_token_ids) for output in outputs)
+            outputs = llm.chat(asked, params)
+        preempted = llm.core.scheduler.num_preemptions - preempted
+        emitted = sum(len(o.token_ids) - 1 for o in outputs)
+        rounds = sum(len(o.rounds) for o in outputs)
+        return Run(outputs, preempted, cached, emitted / rounds if rounds else 1.0)
+
+    def _gap(self, prefix: list[int], tokens: list[int], temperature: float, seed: int) -> float | None:
+        """How far the worse of two tokens is below the best one, of logits, or of what the noise made of them; None
+        where one answer has ended and there is nothing to weigh."""
+        if min(tokens) < 0:
+            return None
+        if tuple(prefix) not in self._known:
+            self._known[tuple(prefix)] = self._logits(prefix, 1, len(prefix), "torch")[0]
+        score_V = self._known[tuple(prefix)]
+        if temperature > 0:
+            at = torch.tensor([seed, len(prefix)], device=self.device)
+            ids_V = torch.arange(len(score_V), device=self.device)
+            score_V = score_V / temperature + gumbel_noise(at[:1], at[1:], ids_V)[0]
+        return float(score_V.max() - score_V[tokens].min())
+
+    @torch.inference_mode()
+    def _logits(self, ids: list[int], last: int, rows: int, kernels: str) -> Tensor:
+        """Logits [last, V] after the last tokens of a sequence: what is before them in one pass, they `rows` a pass;
+        all in one pass where `rows` is the whole."""
+        model, attend = self._target.model, DenseCache()
+        use_kernels(model, kernels)  # the next engine chooses for itself again
+        ids_R = torch.tensor(ids, device=self.device)
+        positions_R = torch.arange(len(ids), device=self.device)
+        first = len(ids) - last if rows < len(ids) else 0
+        hidden = [model(ids_R[:first], positions_R[:first], attend)[0]] if first else []
+        for at in range(first, len(ids), rows):
+            hidden.append(model(ids_R[at : at + rows], positions_R[at : at + rows], attend)[0])
+        return torch.cat([model.logits(h).float() for h in torch.cat(hidden)[-last:].split(rows)])
+
+
+class DenseCache:
+    """Keys and values of one sequence, and causal attention over them, written as the formula says."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
+        if layer in self._held:
+            k_RMD, v_RMD = (torch.cat(pair) for pair in zip(self._held[layer], (k_RMD, v_RMD)))
+        self._held[layer] = k_RMD, v_RMD
+        rows, keys, group = len(q_RND), len(k_RMD), q_RND.shape[1] // k_RMD.shape[1]
+        k_KND, v_KND = (x.float().repeat_interleave(group, dim=1) for x in (k_RMD, v_RMD))
+        at_K = torch.arange(keys, device=q_RND.device)
+        hidden_RK = at_K[None] > at_K[keys - rows :, None]
+        scores_NRK = torch.einsum("rnd,knd->nrk", q_RND.float(), k_KND) * q_RND.shape[-1] ** -0.5
+        weights_NRK = scores_NRK.masked_fill(hidden_RK, float("-inf")).softmax(dim=-1)
+        return torch.einsum("nrk,knd->rnd", weights_NRK, v_KND).to(q_RND.dtype)
+
+
+def conversations(count: int) -> list[Conversation]:
+    """Prompts of `benchmarks.lossless`, and a few that begin with the same examples; in an order of their own."""
+    sharing = min(count, max(2, count * (64 - LOSSLESS_PROMPTS) // 64))
+    half = (count - sharing) // 2
+    examples = first_turns("gsm8k", 3 + sharing)
+    system = "Problems like these come up:\n\n" + "\n\n".join(turns[-1]["content"] for turns in examples[:3])
+    asked = [[{"role": "system", "content": system}, *turns] for turns in examples[3:]]
+    others = first_turns("mt_bench", half) + first_turns("humaneval", count - sharing - half)
+    random.Random(0).shuffle(mixed := [*others, *asked])
+    return mixed
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two answers begin with alike."""
+    differ = (i for i, pair in enumerate(zip(first, second)) if pair[0] != pair[1])
+    return next(differ, min(len(first), len(second)))
+
+
+def cached_tokens(llm: LLM, token_ids: Sequence[int]) -> int:
+    """How much of a prompt the engine would find in its prefix cache."""
+    pool = llm.core.scheduler.pool
+    pool.release(blocks := pool.match(token_ids))
+    return len(blocks) * pool.block_size
+
+
+def not_exercised(rows: Sequence[LosslessSettingRow]) -> list[str]:
+    """The settings that say nothing, for what they switch on did not happen."""
+    preempting = {s.name for s in SETTINGS if s.caches}
+    caching = {s.name for s in SETTINGS if s.changes.get("enable_prefix_caching")}
+    silent = [f"{r.setting} (nobody preempted)" for r in rows if r.setting in preempting and not r.preemptions]
+    silent += [f"{r.setting} (nothing cached)" for r in rows if r.setting in caching and not r.cached_tokens]
+    return list(dict.fromkeys(silent))
+
+
+def measure(args: argparse.Namespace, dtype: str) -> tuple[list[LosslessSettingRow], list[DivergenceRow], float]:
+    """(a row per setting and temperature, every divergence, the noise) in one precision."""
+    bench = Lossless(args, dtype)
+    references = bench.run(REFERENCE)
+    noise = bench.noise(references[0].outputs)
+    print(f"{dtype}: logits of the same rows lie up to {noise:.3g} apart", flush=True)
+    rows: list[LosslessSettingRow] = []
+    divergences: list[DivergenceRow] = []
+    for setting in SETTINGS:
+        if setting.name not in args.settings or (setting.needs_cuda and bench.device.type != "cuda"):
+            continue
+        begun = time.perf_counter()
+        runs = bench.run(setting)
+        for temperature, run, reference in zip(args.temperature, runs, references):
+            row, found = bench.compare(setting, temperature, run, reference, noise)
+            rows.append(row)
+            divergences += found
+        seconds = time.perf_counter() - begun
+        print(f"  {setting.name}, K={setting.num_drafts}: {seconds:.1f} s", flush=True)
+    return rows, divergences, noise
+
+
+def main() -> None:
+    args = _arguments()
+    begun = time.perf_counter()
+    rows: list[LosslessSettingRow] = []
+    divergences: list[DivergenceRow] = []
+    noise: dict[str, float] = {}
+    for dtype in args.dtype:
+        measured, found, noise[dtype] = measure(args, dtype)
+        rows += measured
+        divergences += found
+    settings = {
+        "command": command(),
+        "target": args.model,
+        "head": args.head.name,
+        "device": args.device,
+        "prompts": args.prompts,
+        "max_tokens": args.tokens,
+        "compared_with": "plain decoding, 64 at once, whole prompts, no graphs, no prefix cache, nothing in flight",
+        "noise": noise,
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
+    write_result(args.out, args.out.stem, settings, {"rows": rows, "divergences": divergences})
+    print(render_block("lossless-gpu-", read_result(args.out)))
+    print(f"wrote {args.out} after {settings['seconds']} s")
+    if silent := not_exercised(rows):
+        raise SystemExit(f"not exercised: {', '.join(silent)}; ask for more --tokens or --prompts")
+    if not all(row.explained for row in rows):
+        raise SystemExit("some answers differ by more than numerical noise")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--head", type=Path, default=HEAD)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.8])
+    names = list(dict.fromkeys(setting.name for setting in SETTINGS))
+    parser.add_argument("--settings", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=RESULTS / "lossless-gpu-smollm2-135m.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
