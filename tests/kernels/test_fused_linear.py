@@ -204,11 +204,16 @@ def test_in_the_interpreter():
     run_interpreted(__file__)
 
 
-def test_torch_keeps_wide_batches_of_large_layers():
-    small, large = torch.empty(1536, 576, device="meta"), torch.empty(12288, 4096, device="meta")
-    assert [prefers_fused(rows, small) for rows in (1, 16, 64, 65)] == [True, True, True, False]
-    assert [prefers_fused(rows, large) for rows in (1, 16, 17)] == [True, True, False]
-    assert not prefers_fused(1, torch.empty(4096, 12288, device="meta"))
+def test_torch_keeps_wide_batches_and_large_layers():
+    rows = (1, 16, 17, 64, 65)
+    fused = {
+        (1536, 576): [True, True, True, True, False],
+        (9728, 896): [True, True, False, False, False],
+        (12288, 4096): [False] * 5,
+    }
+    for shape, expected in fused.items():
+        weight = torch.empty(shape, device="meta")
+        assert [prefers_fused(count, weight) for count in rows] == expected
 
 
 @pytest.mark.parametrize("gated", [False, True])
