@@ -19,9 +19,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Compute precision; "auto" is bfloat16 on a GPU and float32 on a CPU, where drafts then change no bit."""
-    choices = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}
-    choices |= {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name not in choices:
+    """Compute precision; "auto" is bfloat16 on a GPU that has it, and float32 on a CPU, where drafts change no bit."""
+    if name not in ("auto", "float32", "bfloat16"):
         raise PeagleError(f"dtype {name!r} is not supported: use auto, float32 or bfloat16")
-    return choices[name]
+    on_gpu = device.type == "cuda"
+    has_bfloat16 = not on_gpu or torch.cuda.get_device_capability(device)[0] >= 8
+    if name == "bfloat16" and not has_bfloat16:
+        raise PeagleError(f"dtype is bfloat16 and {torch.cuda.get_device_name(device)} has none: use float32 or auto")
+    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and on_gpu and has_bfloat16) else torch.float32

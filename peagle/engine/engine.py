@@ -1,5 +1,6 @@
 """`LLM`: load a target and a head, generate. What users call, around `EngineCore`."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from peagle.errors import PeagleError
 from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
 from peagle.sampling import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 OnDelta = Callable[[int, str], None]
 OnFinish = Callable[[int, RequestOutput], None]
@@ -235,6 +238,8 @@ def _load_head(asked: SpeculativeConfig, target: Target) -> tuple[Eagle3Drafter,
         target_name=target.name,
     )
     _check_kind(asked, drafter.config)
+    if asked.rejection_sample_method == "synthetic":
+        _log.warning("SYNTHETIC acceptance: drafts are kept by chance, the tokens mean nothing; for benchmarks only")
     depth = trained_depth(asked.model)
     settled = asked.for_head(depth)
     check_depth(settled.max_drafts, depth)

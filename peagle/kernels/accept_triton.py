@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.accept import Accepted
-from peagle.kernels.pdl import pdl_options, pdl_wait
 
 
 @triton.jit(
@@ -25,9 +24,7 @@ def _accept_request(
     DRAFTS: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two above DRAFTS
     PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     request = tl.program_id(0).to(tl.int64)
     column_V = tl.arange(0, COLUMNS)
     is_draft_V = column_V < DRAFTS
@@ -61,7 +58,6 @@ def accept_triton(target_tokens_BV: Tensor, drafts_BK: Tensor, slot_B: Tensor | 
             DRAFTS=width - 1,
             COLUMNS=triton.next_power_of_2(width),
             PADDED=slot_B is not None,
-            **pdl_options(target_tokens_BV.device),
             num_warps=1,
         )
     return Accepted(count_B, emitted_BV, next_token_B)

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
-
 
 @triton.jit(
     do_not_specialize=["state_stride", "drafts_stride"],
@@ -31,9 +29,7 @@ def _commit_request(
     EMITTED: tl.constexpr,
     DRAFTS: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two, no less than either
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     request, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     out = out_BW + request * (EMITTED + 1)
     token_V = tl.load(emitted_BV + request * EMITTED + column, mask=column < EMITTED, other=0)
@@ -80,7 +76,6 @@ def commit_triton(
             EMITTED=emitted,
             DRAFTS=drafts,
             COLUMNS=triton.next_power_of_2(max(emitted, drafts)),
-            **pdl_options(slot_B.device),
             num_warps=1,
         )
     return out_BW

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.draft_layout import DraftLayout
-from peagle.kernels.pdl import pdl_options, pdl_wait
 
 _MAX_TILE = 1024  # rows a program handles at a time
 
@@ -58,9 +57,7 @@ def _lay_out_request(
     BLOCK_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     request = tl.program_id(0).to(tl.int64)
     start = tl.load(start_B1 + request).to(tl.int64)
     rows = tl.load(start_B1 + request + 1).to(tl.int64) - start + (DRAFTS - 1)
@@ -120,9 +117,7 @@ def _slots_of_rows(
     limit: tl.int64,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     row_R = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside_R = row_R < rows
     table_R = tables_BN + tl.load(request_R + row_R, mask=inside_R, other=0).to(tl.int64) * table_stride
@@ -194,7 +189,6 @@ def draft_layout_triton(
             PADDED=slot_B is not None,
             TILE=tile,
             num_warps=max(1, tile // 128),
-            **pdl_options(device),
         )
     return layout
 
@@ -217,6 +211,5 @@ def kv_slots_triton(
             BLOCK_SIZE=block_size,
             TILE=tile,
             num_warps=1,
-            **pdl_options(positions_R.device),
         )
     return slots_R

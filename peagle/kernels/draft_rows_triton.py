@@ -7,7 +7,6 @@ from torch import Tensor
 
 from peagle.kernels.draft_layout import DraftLayout
 from peagle.kernels.draft_rows import MaskRow
-from peagle.kernels.pdl import pdl_options, pdl_wait
 
 _MAX_PART = 2048  # elements
 
@@ -26,9 +25,7 @@ def _copy_row(
     HIDDEN: tl.constexpr,
     MASKED: tl.constexpr,
     PART: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PART + tl.arange(0, PART)
     inside = h < HIDDEN
@@ -70,7 +67,6 @@ def draft_rows_triton(
             HIDDEN=hidden,
             MASKED=mask is not None,
             PART=part,
-            **pdl_options(table_VH.device),
             num_warps=max(1, min(part // 256, 8)),
         )
     return embeds_RH, features_RH

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.draft_layout import DraftLayout
-from peagle.kernels.pdl import pdl_options, pdl_wait
 
 _MAX_PART = 2048  # elements
 
@@ -23,9 +22,7 @@ def _expand_row(
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
     PART: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     to = tl.program_id(0).to(tl.int64)
     x = tl.program_id(1) * PART + tl.arange(0, PART)
     inside = x < SIZE
@@ -57,7 +54,6 @@ def expand_rows_triton(layout: DraftLayout, x_TX: Tensor, mask_X: Tensor, rows_U
             SIZE=size,
             CHOSEN=rows_U is not None,
             PART=part,
-            **pdl_options(x_TX.device),
             num_warps=max(1, min(part // 256, 8)),
         )
     return out_UX

@@ -15,13 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait, prefetch_rows
-
 _PROGRAMS = 96  # at least, where columns allow: an H200 has 132 multiprocessors
 _LEAST_COLUMNS, _MOST_COLUMNS = 8, 32  # of a program; tensor cores multiply no fewer than the first
 _MOST_SUMS = 2048  # that a warp keeps in its registers
 _BYTES_IN_FLIGHT = 100 << 10  # shared memory for loads of one program: a multiprocessor has room for two
-_BYTES_AHEAD = tl.constexpr(64 << 10)  # of weights that a program asks for while the kernel before it runs
 
 
 class _Tile(NamedTuple):
@@ -61,19 +58,6 @@ def _square_sums(x: tl.tensor, live_R: tl.tensor, sk_SK: tl.tensor, IN: tl.const
     return tl.sum(square_SR, axis=0)
 
 
-@triton.jit
-def _prefetch_weights(norm_I: tl.tensor, weight_O: tl.tensor, up_offset: tl.int64, IN: tl.constexpr,
-                      COLUMNS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr) -> None:  # fmt: skip
-    """Ask L2 for the norm and for the first inputs' weights of a program's columns."""
-    column_bytes: tl.constexpr = COLUMNS * (1 + GATED) * weight_O.dtype.element_ty.primitive_bitwidth // 8
-    length: tl.constexpr = min(IN, _BYTES_AHEAD // column_bytes)
-    prefetch_rows(weight_O, length)
-    if GATED:
-        prefetch_rows(weight_O + up_offset, length)
-    if NORM:
-        prefetch_rows(norm_I + tl.arange(0, 1), IN)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _linear_tile(
     out_RO: tl.tensor,
@@ -99,7 +83,6 @@ def _linear_tile(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     TURN: tl.constexpr = SLICES * STEP
     WHOLE: tl.constexpr = IN % TURN == 0
@@ -113,10 +96,6 @@ def _linear_tile(
     x = x_RI + (row_R.to(tl.int64) * x_row_stride)[None, :, None] + sk_SK[:, None, :]
     weight = weight_GI + (read_O.to(tl.int64) * weight_row_stride)[None, :, None] + sk_SK[:, None, :]
     up_weight = weight + weight_row_stride * OUT
-    if PDL:
-        weight_O = weight_GI + read_O.to(tl.int64) * weight_row_stride
-        _prefetch_weights(norm_I, weight_O, weight_row_stride * OUT, IN, COLUMNS, NORM, GATED)
-    pdl_wait(PDL)
     acc_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
     up_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
     square_SR = tl.zeros([SLICES, ROWS], tl.float32)
@@ -212,7 +191,6 @@ def _launch(
             GATED=gated,
             BIAS=bias_G is not None,
             ADD=residual_RO is not None,
-            **pdl_options(x_RI.device),
             num_warps=tile.slices,
             enable_fp_fusion=False,  # torch rounds each product before the sum
         )

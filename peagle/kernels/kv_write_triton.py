@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
-
 _MAX_PART = 1024  # elements of a row's keys a program moves; as many of its values
 
 
@@ -25,9 +23,7 @@ def _write_row(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PART: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_R + row).to(tl.int64)
     if slot >= 0:
@@ -63,6 +59,5 @@ def kv_write_triton(
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             PART=part,
-            **pdl_options(key_cache_MSD.device),
             num_warps=max(1, part // 256),
         )

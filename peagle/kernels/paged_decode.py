@@ -15,7 +15,6 @@ same whatever its neighbours, in its own request or others. (Only the number of 
 sets the tile, and with it the instruction that multiplies.)
 """
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,8 @@ from torch import Tensor
 from peagle.kernels.backend import use_triton
 
 # Of the first chunks. Fewer make one short request faster, as more programs share it; many requests slower, as a chunk
-# starts afresh. The variable is for measuring that.
-FINE_KEYS = int(os.environ.get("PEAGLE_FINE_KEYS", "128"))
+# starts afresh.
+FINE_KEYS = 128
 _DOUBLING_CHUNKS = 8
 _PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
 # Rows times query heads of one kv head in a tile: tl.dot takes no fewer than the first.

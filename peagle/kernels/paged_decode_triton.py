@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.paged_decode import FINE_KEYS, DecodePlan
-from peagle.kernels.pdl import pdl_options, pdl_wait
 
 _FINE = tl.constexpr(FINE_KEYS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -111,7 +110,6 @@ def _decode_tile(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles_of_request: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
@@ -123,7 +121,6 @@ def _decode_tile(
     table = tables_BN + request.to(tl.int64) * table_width
     early = _chunk_start(split)  # where this program starts if there is no window
     early_N = (early + tl.arange(0, KEYS)) // BLOCK_SIZE
-    pdl_wait(PDL)
     # All that does not follow from the limits is loaded along with them: the wait for memory is most of a short pass.
     limit_T = tl.load(limit_R + row_T, mask=live_T, other=-1).to(tl.int32)
     q_TD = tl.load(q_RND + q_at_TD, mask=live_T[:, None], other=0.0)
@@ -238,7 +235,6 @@ def paged_decode_triton(
             SPLITS=plan.splits,
             WINDOW=window or 0,
             SINKS=sinks_N is not None,
-            **pdl_options(q_RND.device),
             num_warps=warps,
             num_stages=stages,
             enable_fp_fusion=False,  # folding in registers and folding from memory must round alike

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
-
 
 @triton.jit
 def _norm_row(
@@ -24,9 +22,7 @@ def _norm_row(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     dtype = out_RH.dtype.element_ty
     weight = tl.load(weight_H + h, mask=h < SIZE, other=0.0).to(tl.float32)
@@ -79,7 +75,6 @@ def _launch(
             SIZE=size,
             BLOCK=block,
             ADD=add,
-            **pdl_options(x_RH.device),
             num_warps=min(max(block // 512, 1), 8),
             enable_fp_fusion=False,  # torch rounds each product before the sum
         )

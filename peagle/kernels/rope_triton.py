@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
 from peagle.kernels.rope import HeadNorms
 
 _HEADS = 8  # of one program
@@ -16,8 +15,7 @@ _HEADS = 8  # of one program
 
 @triton.jit
 def _fill_tables(cos_RD: tl.tensor, sin_RD: tl.tensor, positions_R: tl.tensor, inv_freq: tl.tensor,
-                 HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:  # fmt: skip
-    pdl_wait(PDL)
+                 HALF: tl.constexpr, BLOCK: tl.constexpr) -> None:  # fmt: skip
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = d < HALF
     dtype = cos_RD.dtype.element_ty
@@ -70,9 +68,7 @@ def _rotate_heads(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     head_N = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside_ND = (head_N < ROTATED_HEADS)[:, None] & (d < HALF)[None]
@@ -94,7 +90,7 @@ def rope_tables_triton(positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype
         with torch.cuda.device_of(positions_R):
             _fill_tables[(rows,)](
                 cos_R1D, sin_R1D, positions_R.contiguous(), inv_freq, HALF=half, BLOCK=triton.next_power_of_2(half),
-                num_warps=1, **pdl_options(device),
+                num_warps=1,
             )  # fmt: skip
     return cos_R1D, sin_R1D
 
@@ -122,7 +118,6 @@ def rope_qkv_triton(
                 HEADS=block_heads,
                 BLOCK=triton.next_power_of_2(head_dim // 2),
                 NORM=norms is not None,
-                **pdl_options(qkv_RA.device),
                 num_warps=2,
                 enable_fp_fusion=False,  # torch rounds each product before the sum
             )

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
 from peagle.kernels.rope import HeadNorms
 from peagle.kernels.rope_triton import rotate
 
@@ -34,15 +33,13 @@ def _rotate_and_write(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     head_N = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    slot = tl.load(slots_R + row).to(tl.int64)
     inside_D = (d < HALF)[None]
     first = qkv_RA + row * row_stride + head_N[:, None] * 2 * HALF + d[None]
     inside_ND = (head_N < QUERY_HEADS + 2 * KV_HEADS)[:, None] & inside_D
-    pdl_wait(PDL)
-    slot = tl.load(slots_R + row).to(tl.int64)
     low, high = (tl.load(first, mask=inside_ND, other=0.0), tl.load(first + HALF, mask=inside_ND, other=0.0))
     table = row * 2 * HALF
     new_low, new_high = rotate(
@@ -97,7 +94,6 @@ def rope_write_triton(
                 HEADS=_HEADS,
                 BLOCK=triton.next_power_of_2(head_dim // 2),
                 NORM=norms is not None,
-                **pdl_options(qkv_RA.device),
                 num_warps=2,
                 enable_fp_fusion=False,  # torch rounds each product before the sum
             )

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
 from peagle.kernels.sample_filter_triton import filter_threshold_triton
 from peagle.sampling import RowSampling
 
@@ -131,9 +130,7 @@ def _scan_part(
     DRAWN: tl.constexpr,
     FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     z_row = logits_RV + row * logits_stride
     begin = part * part_blocks * BLOCK
@@ -168,9 +165,7 @@ def _best_of_row(
     parts: tl.int32,
     IN_DRAFT_VOCAB: tl.constexpr,
     PARTS_P2: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS_P2)
     highest_P = tl.load(highest_RP + row * parts + part, mask=part < parts, other=-float("inf"))
@@ -213,7 +208,6 @@ def sample_triton(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tens
             FILTERED=threshold_R is not None,
             BLOCK=block,
             num_warps=max(1, block // 512),
-            **pdl_options(device),
         )
         _best_of_row[(count,)](
             token_R,
@@ -223,7 +217,6 @@ def sample_triton(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tens
             parts,
             IN_DRAFT_VOCAB=token_ids_V is not None,
             PARTS_P2=triton.next_power_of_2(parts),
-            **pdl_options(device),
             num_warps=1,
         )
     return token_R

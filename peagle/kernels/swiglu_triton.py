@@ -5,15 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
-
 _BLOCK = 1024
 
 
 @triton.jit
 def _silu_mul(out_RF: tl.tensor, gate_up_RF: tl.tensor, row_stride: tl.int64, SIZE: tl.constexpr,
-              BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:  # fmt: skip
-    pdl_wait(PDL)
+              BLOCK: tl.constexpr) -> None:  # fmt: skip
     row, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = f < SIZE
     dtype = out_RF.dtype.element_ty
@@ -33,7 +30,6 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     block = min(triton.next_power_of_2(size), _BLOCK)
     with torch.cuda.device_of(gate_up):
         _silu_mul[(triton.cdiv(size, block), rows_RF.shape[0])](
-            out, rows_RF, rows_RF.stride(0), SIZE=size, BLOCK=block, num_warps=4, enable_fp_fusion=False,
-            **pdl_options(gate_up.device),
-        )  # fmt: skip
+            out, rows_RF, rows_RF.stride(0), SIZE=size, BLOCK=block, num_warps=4, enable_fp_fusion=False
+        )
     return out

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.pdl import pdl_options, pdl_wait
 from peagle.kernels.verify_rows import VerifyRows
 
 _MAX_PART = 1024  # blocks of a table a program copies
@@ -37,9 +36,7 @@ def _collect_request(
     ROWS: tl.constexpr,  # a power of two above DRAFTS
     BLOCK_SIZE: tl.constexpr,
     PART: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
-    pdl_wait(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_B + request).to(tl.int64)
     live = slot >= 0
@@ -111,7 +108,6 @@ def verify_rows_triton(
             ROWS=triton.next_power_of_2(num_drafts + 1),
             BLOCK_SIZE=block_size,
             PART=part,
-            **pdl_options(device),
             num_warps=max(1, part // 256),
         )
     return result

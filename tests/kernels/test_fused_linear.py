@@ -292,7 +292,7 @@ def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int,
     constants = {
         "IN": inputs, "OUT": outputs, "ROWS": tile.rows, "COLUMNS": tile.columns, "SLICES": tile.slices,
         "STEP": tile.step, "STAGES": tile.stages, "NORM": True, "NORM_FIRST": False, "GATED": gated, "BIAS": True,
-        "ADD": not gated, "PDL": True,
+        "ADD": not gated,
     }  # fmt: skip
     kinds = {"rows": "i32", "eps": "fp32"} | {name: "i64" for name in fn.arg_names if name.endswith("_stride")}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in fn.arg_names}

@@ -165,7 +165,7 @@ def test_interpreted_models():
 def test_interpreted_engine(monkeypatch):
     """The whole step on Triton kernels: the same tokens."""
     spec = tiny_spec(head_dim=16, rope=RopeSpec(theta=1e4, head_dim=16), num_layers=2)
-    monkeypatch.setattr(tiny, "tiny_spec", lambda: spec)
+    monkeypatch.setattr(tiny, "tiny_spec", lambda **_: spec)
     monkeypatch.setattr(
         tiny, "new_drafter", lambda *parts, **given: new_drafter(*parts, **{**given, "tap_ids": (0, 1, 2)})
     )

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,9 @@ def _run(rank: int, port: int, device: str, function: Callable[..., None], argum
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    # Both are here: without this, gloo and NCCL take the address that the machine's name stands for, if it does.
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
     ranks = Ranks.from_environment(os.environ)
     with process_group(ranks, ranks.own_device(torch.device(device))):
         function(ranks, *arguments)
