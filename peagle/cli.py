@@ -16,6 +16,7 @@ from peagle.config import (
     PrepareConfig,
     ProfileConfig,
     SelfPromptConfig,
+    ServeConfig,
     SpeculativeConfig,
     TrainConfig,
 )
@@ -30,6 +31,7 @@ from peagle.help import (
     PREPARE_FLAGS,
     PROFILE_FLAGS,
     SELF_PROMPT_FLAGS,
+    SERVE_FLAGS,
     TRAIN_FLAGS,
 )
 from peagle.speculation import choose_speculation
@@ -184,6 +186,33 @@ def chat(
         seed=seed,
     )  # fmt: skip
     run_chat(_load(model, speculation, config), params)
+
+
+@app.command(epilog=EXAMPLES["serve"])
+@with_flags(EngineConfig, ENGINE_FLAGS, ENGINE_ALIASES)
+@with_flags(ServeConfig, SERVE_FLAGS, parameter="serving")
+def serve(
+    model: Model,
+    config: EngineConfig,
+    serving: ServeConfig,
+    speculative_config: SpeculativeJson = None,
+    head: Head = None,
+    num_speculative_tokens: NumDrafts = None,
+    no_speculation: NoSpeculation = False,
+) -> None:
+    """Serve a model behind the OpenAI API, until SIGTERM or Ctrl-C."""
+    from rich.console import Console
+
+    from peagle.server.run import serve as run_server
+
+    speculation = choose_speculation(
+        model,
+        speculative_config=speculative_config,
+        head=head,
+        num_speculative_tokens=num_speculative_tokens,
+        disabled=no_speculation,
+    )
+    run_server(lambda: _load(model, speculation, config), model, serving, Console(stderr=True))
 
 
 @app.command(epilog=EXAMPLES["self-prompts"])

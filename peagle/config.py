@@ -205,6 +205,34 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """The server around an engine. Port 0 is any that is free, `allowed_origins` are the web pages of other hosts that
+    may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    max_waiting: int = 256
+    request_timeout: float | None = None
+    drain_seconds: float = 30.0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_between(self, 0, 65535, "port")
+        _check_at_least(self, 1, "max_waiting")
+        _check_positive(self, "request_timeout")
+        _check_between(self, 0, 86400, "drain_seconds")
+        for name in ("host", "api_key", "served_model_name"):
+            if getattr(self, name) == "":
+                raise PeagleError(f"{name} is empty: give one, or leave it out")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise PeagleError("ssl_keyfile needs ssl_certfile: give the certificate too")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileConfig:
     """Steps to profile, in which `concurrency` requests with random prompts decode side by side."""
 
@@ -430,7 +458,9 @@ def _check(config: object, names: tuple[str, ...], holds: Callable[[Any], bool],
 
 
 def _check_at_least(config: object, least: int, *names: str) -> None:
-    _check(config, names, lambda value: value >= least, f"at least {least}")
+    _check(
+        config, names, lambda value: isinstance(value, int) and value >= least, f"a whole number of at least {least}"
+    )
 
 
 def _check_between(config: object, least: int, most: int, *names: str) -> None:

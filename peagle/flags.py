@@ -16,9 +16,13 @@ Panels = Mapping[str, Mapping[str, str]]
 
 
 def with_flags(
-    config_class: type, panels: Panels, aliases: Mapping[str, str] = MappingProxyType({})
+    config_class: type,
+    panels: Panels,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    *,
+    parameter: str = "config",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb one flag per field of `config_class` in `panels`, in place of its parameter `config`.
+    """Give a verb one flag per field of `config_class` in `panels`, in place of `parameter`.
 
     `panels` hold the help texts, and group the flags on the help page; fields that are not there keep their default. A
     field without a default becomes a required flag, one that holds a tuple a comma-separated list. `aliases` are second
@@ -42,7 +46,7 @@ def with_flags(
         flags.append(inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option]))
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(verb).parameters.values() if p.name != "config"]
+        own = [p for p in inspect.signature(verb).parameters.values() if p.name != parameter]
         parameters = [*own, *flags]
 
         @functools.wraps(verb)
@@ -51,7 +55,7 @@ def with_flags(
             lists = {name: _parse_list(name, chosen[name], element) for name, element in elements.items()}
             # A list left out keeps the dataclass's own default, which may be empty and has no spelling here.
             chosen = {name: value for name, value in (chosen | lists).items() if name not in lists or value is not None}
-            verb(**values, config=config_class(**chosen))
+            verb(**values, **{parameter: config_class(**chosen)})
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         command.__annotations__ = {p.name: p.annotation for p in parameters}

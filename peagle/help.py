@@ -50,6 +50,11 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle profile org/model --head my-head --num-speculative-tokens 7 --concurrency 8 --out profile-me.json",
             "peagle profile folder-with-config --load-format dummy --concurrency 64 --trace trace.json",
         ),
+        "serve": _examples(
+            "peagle serve smollm2-135m",
+            "peagle serve org/model --head my-head --num-speculative-tokens auto --max-num-seqs 128 --port 8001",
+            "peagle serve org/model --host 0.0.0.0 --api-key secret --ssl-certfile cert.pem --ssl-keyfile key.pem",
+        ),
         "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
     }
 )
@@ -75,6 +80,23 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 ENGINE_ALIASES: Mapping[str, str] = MappingProxyType({"graphs": "/--enforce-eager"})  # vLLM's name
+
+SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Server": {
+            "host": "Address to listen at; 0.0.0.0 is every one of this machine.",
+            "port": "Port to listen at; 0: any that is free.",
+            "api_key": "Key that clients must send; without it everyone is served who reaches the port.",
+            "served_model_name": "Name of the model in the API (default: MODEL).",
+            "max_waiting": "Requests that may wait for their turn; more are refused with status 429.",
+            "request_timeout": "Seconds after which an answer is cut (default: never).",
+            "drain_seconds": "Seconds that running requests get to finish after SIGTERM or Ctrl-C.",
+            "ssl_certfile": "Certificate for HTTPS.",
+            "ssl_keyfile": "Key of that certificate, if it is in a file of its own.",
+            "allowed_origins": "Origins of web pages that may use the server, * for all (default: none).",
+        },
+    }
+)
 
 SELF_PROMPT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {

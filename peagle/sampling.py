@@ -8,9 +8,9 @@ What a filter keeps depends on the values of the logits alone: tokens of equal l
 their ids and however a form of the filter finds them. `filter_logits` states the rule.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -54,8 +54,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
+        if self.stop_token_ids and not isinstance(self.stop_token_ids, Iterable):
+            raise PeagleError(f"stop_token_ids is {self.stop_token_ids!r}: give a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+        self._check_types()
+        if self.max_tokens < 1:
             raise PeagleError(f"max_tokens is {self.max_tokens}: it must be at least 1")
         if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
             raise PeagleError(f"temperature is {self.temperature}: it must be 0 (greedy) to {MAX_TEMPERATURE:g}")
@@ -80,6 +83,19 @@ class SamplingParams:
             limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
             raise PeagleError(f"repetition_penalty is {repetition!r}: it must be {limits}; 1 turns it off")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+
+    def _check_types(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not (_is_whole(value) or (name == "seed" and value is None)):
+                raise PeagleError(f"{name} is {value!r}: it must be a whole number")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise PeagleError(f"{name} is {value!r}: it must be a number")
+        for token in self.stop_token_ids:
+            if not _is_whole(token):
+                raise PeagleError(f"stop_token_ids has {token!r}: it must be a whole number")
 
     @property
     def filtered(self) -> bool:
@@ -116,6 +132,10 @@ def _read_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
             raise PeagleError(f"logit_bias of token {token} is {value!r}: it must be in {-MAX_BIAS:g} .. {MAX_BIAS:g}")
         read[int(token)] = float(value)
     return read or None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 
 from peagle.bench.report import read_result
 from peagle.cli import app
-from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, TrainConfig
+from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, ServeConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
 from peagle.errors import PeagleError
@@ -22,7 +22,7 @@ from peagle.exits import explain, run
 from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
-VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "demo")
+VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "demo")
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
@@ -114,6 +114,7 @@ def test_help_without_a_verb():
         ("prepare", PrepareConfig),
         ("train", TrainConfig),
         ("profile", ProfileConfig),
+        ("serve", ServeConfig),
     ],
 )
 def test_every_setting_has_a_flag(verb, config):

@@ -10,10 +10,12 @@ from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.block_pool import BlockPool
 from peagle.engine.core import EngineCore
+from peagle.engine.graphs import bucket_sizes
 from peagle.engine.kv_cache import PagedCache
 from peagle.engine.memory import plan_memory
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.slots import SlotState
+from peagle.engine.speculation import draft_counts
 from peagle.engine.step import DraftSide, SpeculativeStep
 from peagle.errors import PeagleError
 from peagle.kernels.backend import can_run_triton
@@ -24,6 +26,7 @@ from peagle.models.spec import ModelSpec
 from peagle.models.target import Target
 
 _log = logging.getLogger(__name__)
+_MODES = 3  # greedy, drawn, filtered: ways of sampling that get graphs of their own
 
 
 def build_core(
@@ -51,7 +54,10 @@ def build_core(
             if pack and device.type == "cpu":
                 pack_linears(module)
     draft_config = drafter.config if drafter is not None else None
-    memory = plan_memory(config, spec, draft_config, most_drafts, dtype=weight.dtype, device=device)
+    num_graphs = len(bucket_sizes(config.max_num_seqs)) * len(draft_counts(most_drafts)) * _MODES
+    memory = plan_memory(
+        config, spec, draft_config, most_drafts, dtype=weight.dtype, device=device, num_graphs=num_graphs
+    )  # fmt: skip
     _log.info("%s", memory.describe())
     max_model_len = memory.max_model_len
     num_slots = (memory.num_blocks + 1) * config.block_size  # block 0 is the null block

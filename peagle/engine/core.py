@@ -7,6 +7,7 @@ that turns out to have finished in step t has then one step too many in flight, 
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,6 @@ from peagle.engine.scheduler import Chunk, Schedule, Scheduler
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import FixedK, KPolicy
 from peagle.engine.step import SpeculativeStep
-from peagle.errors import PeagleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,9 @@ class EngineCore:
         self._launched: deque[_Launched] = deque()
         self._step = 0
 
-    def check_fits(self, request: Request, vocab_size: int) -> None:
-        """PeagleError for a request that the whole cache, or memory for its penalties, could not hold."""
-        if request.params.penalised:
-            self._state.keep_history(vocab_size)
-        most_drafts = self._state.drafts.shape[1]
-        if self.scheduler.blocks_needed(request, most_drafts) > self.scheduler.pool.num_blocks:
-            raise PeagleError(
-                f"prompt {request.index} with {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} "
-                "needs more KV cache than there is: lower max_tokens or max_model_len"
-            )
+    def keep_history(self, vocab_size: int) -> None:
+        """Prepare for requests with penalties or a bias. Raises PeagleError where there is no memory for it."""
+        self._state.keep_history(vocab_size)
 
     @property
     def has_work(self) -> bool:
@@ -100,29 +93,38 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Launch the next passes and read those that are due; the requests that got tokens, finished ones included."""
-        num_drafts = self.policy.choose(len(self.scheduler.running))
-        advanced: list[Request] = []
-        schedule = self.scheduler.schedule(num_drafts)
-        if schedule.must_drain:
-            advanced += self._read(self._step)
-            schedule = self.scheduler.schedule(num_drafts)
-        self._step += 1
-        self._launch(schedule, num_drafts)
-        is_idle = not (schedule.chunks or schedule.decodes)
-        return advanced + self._read(self._step - (0 if is_idle else self._steps_ahead))
+        with self._on_device():
+            num_drafts = self.policy.choose(len(self.scheduler.running))
+            advanced: list[Request] = []
+            schedule = self.scheduler.schedule(num_drafts, self.policy.max_drafts)
+            if schedule.must_drain:
+                advanced += self._read(self._step)
+                schedule = self.scheduler.schedule(num_drafts, self.policy.max_drafts)
+            self._step += 1
+            self._launch(schedule, num_drafts)
+            is_idle = not (schedule.chunks or schedule.decodes)
+            return advanced + self._read(self._step - (0 if is_idle else self._steps_ahead))
 
     @torch.inference_mode()
     def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:
         """One decode step of a batch in which nobody is: compiles, captures, and can be timed."""
-        self._run_decode(np.full(size, -1), np.full(size, num_drafts + 1), num_drafts, mode or SamplingMode())
+        with self._on_device():
+            self._run_decode(np.full(size, -1), np.full(size, num_drafts + 1), num_drafts, mode or SamplingMode())
 
-    def warm_up(self, draft_counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Compile and capture greedy decode steps of every size, so that no request waits for it; yields the size and
-        K of each step before it runs, the largest first: smaller ones find its memory."""
+    def warm_up(
+        self, draft_counts: Sequence[int], modes: Sequence[SamplingMode] = (SamplingMode(),)
+    ) -> Iterator[tuple[int, int]]:
+        """Compile and capture decode steps of every size, so that no request waits for it; yields the size and K of
+        each step before it runs, the largest first: smaller ones find its memory. The default mode is greedy."""
         for num_drafts in draft_counts:
-            for size in reversed(bucket_sizes(self.max_num_seqs)):
-                yield size, num_drafts
-                self.run_padding(size, num_drafts)
+            for mode in modes:
+                for size in reversed(bucket_sizes(self.max_num_seqs)):
+                    yield size, num_drafts
+                    self.run_padding(size, num_drafts, mode)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Streams, events and captures are those of the current device, which need not be this engine's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _launch(self, schedule: Schedule, num_drafts: int) -> None:
         if schedule.admitted:
@@ -137,7 +139,11 @@ class EngineCore:
             self._launch_prompts(schedule.chunks, num_drafts)
 
     def _launch_prompts(self, chunks: Sequence[Chunk], num_drafts: int) -> None:
-        """Compute chunks of prompts; those that end one emit a token."""
+        """Compute chunks of prompts; those that end one emit a token.
+
+        Where a later step may draft, the drafter sees every prompt: what it has not seen it could never read.
+        """
+        num_drafts = max(num_drafts, min(self.policy.max_drafts, 1))
         rows = Rows.of_prompts(chunks, self._state, self._block_size, self.max_model_len, self._kernels)
         lines = [(line, chunk.request) for line, chunk in enumerate(chunks) if chunk.is_last]
         out = self._speculative.run(rows, num_drafts, SamplingMode.of(request for _, request in lines))
@@ -200,7 +206,8 @@ class EngineCore:
             for line, request in live:
                 self._advance(request, line, launched.num_drafts, now)
             if launched.num_drafts is not None:
-                self.policy.record([line[-1] for line, _ in live], launched.num_drafts)
+                # Requests with gaps in the drafter's cache say nothing about the head.
+                self.policy.record([line[-1] for line, r in live if r.cacheable], launched.num_drafts)
             advanced += [request for _, request in live]
         return advanced
 

@@ -1,12 +1,13 @@
 """`LLM`: load a target and a head, generate. What users call, around `EngineCore`."""
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import load_drafter
 from peagle.drafters.draft_pass import DraftSavings
@@ -105,6 +106,10 @@ class LLM:
         `synthetic_rates`: SYNTHETIC acceptance, the chance of each draft once those before it were kept. `savings` says
         which work the drafter's pass leaves out, None all that can be; no token depends on it.
         """
+        if drafter is not None and not 0 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise PeagleError(
+                f"num_speculative_tokens is {num_speculative_tokens}: it must be 0 to {MAX_SPECULATIVE_TOKENS}"
+            )
         llm = cls.__new__(cls)
         llm._build(target, drafter, config, num_speculative_tokens, pack, synthetic_rates, savings)
         return llm
@@ -153,6 +158,11 @@ class LLM:
         `on_delta(index, text)` receives text as it is decided, `on_finish(index, output)` each finished request. An
         exception from a callback, Ctrl-C included, frees all requests before it propagates.
         """
+        if isinstance(prompts, str):
+            raise PeagleError("prompts is a string: give a list of prompts, of one if there is but one")
+        is_busy = self.core.has_work
+        if is_busy:
+            raise PeagleError("generate was called while requests are running: wait for them, or use `core`")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise PeagleError(
@@ -161,11 +171,11 @@ class LLM:
         streamed = on_delta is not None
         pairs = enumerate(zip(prompts, each, strict=True))
         requests = [self.make_request(p, s, index=i, streamed=streamed) for i, (p, s) in pairs]
-        for request in requests:
-            self.core.add(request)
         outputs: dict[int, RequestOutput] = {}
         try:
-            while len(outputs) < len(requests):
+            for request in requests:
+                self.core.add(request)
+            while self.core.has_work:
                 for request in self.core.step():
                     finished = request.finish_reason is not None
                     if finished:
@@ -176,7 +186,7 @@ class LLM:
                         on_finish(request.index, outputs[request.index])
         finally:
             self.core.abort_all()
-        return [outputs[i] for i in range(len(requests))]
+        return [outputs.get(request.index) or request.output(self.tokenizer) for request in requests]
 
     def chat(
         self,
@@ -193,8 +203,10 @@ class LLM:
         self, prompt: str | Sequence[int], params: SamplingParams, *, index: int = 0, streamed: bool = False
     ) -> Request:
         """A request for `core.add`, checked: it fits context and cache. `streamed` keeps its text up to date."""
+        if not isinstance(params, SamplingParams):
+            raise PeagleError(f"the sampling params of prompt {index} are {params!r}: give a SamplingParams")
         is_text = isinstance(prompt, str)
-        ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else _token_ids(prompt, index)
         room = self.max_model_len - len(ids)
         vocab = self.target.spec.vocab_size
         if not ids:
@@ -218,8 +230,17 @@ class LLM:
             max_tokens=min(params.max_tokens, room),
             stream=TextStream(self.tokenizer, params.stop) if params.stop or streamed else None,
         )
-        self.core.check_fits(request, vocab)
+        if params.penalised:
+            self.core.keep_history(vocab)
         return request
+
+
+def _token_ids(prompt: object, index: int) -> list[int]:
+    """A prompt of token ids as a list of ints, numpy's included."""
+    try:
+        return [operator.index(i) for i in prompt]  # type: ignore[attr-defined]
+    except TypeError:
+        raise PeagleError(f"prompt {index} is {prompt!r:.60}: give text, or a list of whole numbers") from None
 
 
 def _new_text(request: Request, *, final: bool) -> str:

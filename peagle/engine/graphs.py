@@ -56,6 +56,7 @@ class DecodeGraphs:
         self._slots: dict[int, Tensor] = {}  # what a bucket's graphs read, filled up with -1
         self._batches: dict[int, bytes] = {}  # the slots that are there now
         self._pool: Any = None  # memory that all graphs share: only one runs at a time
+        self._stream = torch.cuda.Stream(device) if enabled else None
 
     def run(self, slots: np.ndarray, num_drafts: int, mode: SamplingMode) -> Tensor:
         """The body's output for these slots, rows of padding included; good until the next run."""
@@ -94,11 +95,16 @@ class DecodeGraphs:
                 self._body(slot_B, key.num_drafts, key.mode)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            )  # fmt: skip
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)), capture:
                 out = self._body(slot_B, key.num_drafts, key.mode)
             self._pool = graph.pool()
             return _Captured(graph, out)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # while a graph is made, running out of memory can be any kind of it
+            if "out of memory" not in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
+                raise
             torch.cuda.empty_cache()
             _log.warning(
                 "no memory for the CUDA graph of %d requests with %d drafts: such steps run without one, slower; "

@@ -36,9 +36,11 @@ class PagedCache:
         self.windows = (None,) * layers if windows is None else tuple(windows)
         shape = (layers, kv_heads, num_slots + 1, head_dim)
         try:
-            # Not zeroed: no slot is read before it is written, and untouched pages cost the host no memory.
-            self.keys = torch.empty(shape, dtype=dtype, device=device)
-            self.values = torch.empty(shape, dtype=dtype, device=device)
+            # Zeroed, for a drafter that sat out some steps reads what it never wrote. Not on the host, which gets
+            # zeroed pages anyway and pays only for those it touches.
+            make = torch.zeros if device.type == "cuda" else torch.empty
+            self.keys = make(shape, dtype=dtype, device=device)
+            self.values = make(shape, dtype=dtype, device=device)
         except RuntimeError as error:  # out of memory is one, on CPU and CUDA
             gib = 2 * np.prod(shape) * dtype.itemsize / 2**30
             raise PeagleError(

@@ -10,6 +10,7 @@ from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
 from peagle.engine.kv_cache import PagedCache
 from peagle.errors import PeagleError
+from peagle.kernels.paged_decode import most_scratch_bytes
 from peagle.models.spec import ModelSpec
 
 _SHARE_OF_HOST = 0.25
@@ -143,11 +144,13 @@ def graph_bytes(
     num_graphs: int,
 ) -> int:
     """Memory of captured decode steps. Their activations lie in a pool that only graphs use and all of them share, as
-    large as the largest step takes; each graph adds its kernels' parameters."""
+    large as the largest step takes, what attention splits its keys into included; each graph adds its kernels'
+    parameters."""
     passes = 0 if drafter is None else 1 if drafter.parallel else num_drafts
     layers = spec.num_layers + passes * (drafter.num_layers if drafter else 0)
     own = num_graphs * layers * _GRAPH_BYTES_PER_LAYER
-    return int(_SAFETY * _decode_bytes(spec, drafter, config, num_drafts, dtype)) + own
+    scratch = most_scratch_bytes(config.max_model_len or spec.max_position_embeddings, spec.head_dim)
+    return int(_SAFETY * _decode_bytes(spec, drafter, config, num_drafts, dtype)) + scratch + own
 
 
 def _decode_bytes(

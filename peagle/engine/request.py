@@ -97,5 +97,5 @@ class Request:
             finish_reason=self.finish_reason or "abort",
             stats=self.stats,
             rounds=self.rounds,
-            seconds=(self.ended or time.perf_counter()) - self.started,
+            seconds=(self.ended or time.perf_counter()) - self.started if self.started else 0.0,
         )

@@ -55,10 +55,6 @@ class Scheduler:
         self.running: list[Request] = []
         self._expect_fit()
 
-    def blocks_needed(self, request: Request, num_drafts: int) -> int:
-        """Blocks that hold a request to its end; one that needs more than the pool has must not be added."""
-        return self._blocks_for(len(request.prompt_ids) + request.max_tokens + 2 * num_drafts + 1)
-
     def add(self, request: Request) -> None:
         """Queue a request."""
         request.arrival = self._num_added
@@ -92,8 +88,11 @@ class Scheduler:
                 request.token_ids, request.blocks, request.num_computed, request.num_registered
             )
 
-    def schedule(self, num_drafts: int) -> Schedule:
-        """The next step: decodes of 1 + `num_drafts` rows each, then chunks of prompts."""
+    def schedule(self, num_drafts: int, most_drafts: int | None = None) -> Schedule:
+        """The next step: decodes of 1 + `num_drafts` rows each, then chunks of prompts.
+
+        Whoever is admitted has room for `most_drafts`, if more: K may have grown when its prompt ends.
+        """
         decodes, prefills, growth = self._sort_running(num_drafts)
         while (fresh := self.pool.allocate(sum(count for _, count in growth))) is None:
             if any(request.in_flight for request in self.running):
@@ -109,7 +108,7 @@ class Scheduler:
         for request in prefills:
             budget -= _take_chunk(request, budget, chunks)
         num_running = len(self.running)
-        while budget > 0 and self.waiting and self._admit(self.waiting[0], num_drafts):
+        while budget > 0 and self.waiting and self._admit(self.waiting[0], most_drafts or num_drafts):
             self.running.append(self.waiting.popleft())
             budget -= _take_chunk(self.running[-1], budget, chunks)
         return Schedule(chunks, decodes, self.running[num_running:])

@@ -66,6 +66,13 @@ class SlotState:
             for request in requests:
                 self.history.start(request.slot, request.params, request.prompt_ids, request.output_ids)
 
+    @property
+    def needed_history(self) -> TokenHistory:
+        """The history, for a step that cannot do without; PeagleError before `keep_history`."""
+        if self.history is None:
+            raise PeagleError("a step with penalties needs their history: add requests that `LLM.make_request` made")
+        return self.history
+
     def keep_history(self, vocab_size: int) -> None:
         """Prepare for penalties and bias. Raises PeagleError where there is no memory for it."""
         if self.history is not None:

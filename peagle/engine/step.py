@@ -95,8 +95,8 @@ class SpeculativeStep:
             says_B = torch.where(rows.next_prompt_B >= 0, -1, says_B)
             kept_B = rows.start_B1.diff() - 1
             next_B = torch.where(rows.next_prompt_B >= 0, rows.next_prompt_B, accepted.next_token_B)
-        if mode.penalised and self.state.history is not None:
-            self.state.history.add(says_B, accepted.emitted_BV)
+        if mode.penalised:
+            self.state.needed_history.add(says_B, accepted.emitted_BV)
         if side is None or taps_TC is None:
             drafts_BK = rows.slot_B.new_empty((rows.batch, 0))
         else:
@@ -119,8 +119,8 @@ class SpeculativeStep:
         if rows.next_prompt_B is not None:
             hidden_TH, last_B = hidden_TH[rows.start_B1[1:] - 1], rows.positions_T[rows.start_B1[1:] - 1]
         logits_UV = self._target.logits(hidden_TH)
-        history = self.state.history if mode.penalised else None
-        if history is not None:
+        if mode.penalised:
+            history = self.state.needed_history
             logits_UV = history.apply(logits_UV, rows.slot_B, rows.drafts_BK, backend=self._kernels)
         sampling = self.state.row_sampling(rows.slot_B, last_B + 1, count, mode)
         tokens_U = sample(logits_UV, sampling, backend=self._kernels)
@@ -129,7 +129,8 @@ class SpeculativeStep:
     def _accept(self, rows: Rows, tokens_BV: Tensor) -> Accepted:
         if self._synthetic is None or rows.next_prompt_B is not None:
             return accept(tokens_BV, rows.drafts_BK, rows.slot_B, backend=self._kernels)
-        return emit_ref(tokens_BV, self._synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B), rows.slot_B)
+        count_B = self._synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B)
+        return emit_ref(tokens_BV, count_B.clamp(max=rows.drafts_BK.shape[1]), rows.slot_B)
 
     def _draft(
         self,

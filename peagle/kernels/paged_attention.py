@@ -116,7 +116,10 @@ def _plan_tiles(
     # starts the longest work first.
     tiles_W3 = np.stack((first_W, count_W, request_W), axis=1)[::-1]
     tables_BN = block_tables[:, : -(-int(key_lens.max()) // block_size)]
-    packed = torch.from_numpy(np.concatenate((tiles_W3.ravel(), tables_BN.ravel()), dtype=np.int32)).to(device)
+    packed = torch.from_numpy(np.concatenate((tiles_W3.ravel(), tables_BN.ravel()), dtype=np.int32))
+    if device.type == "cuda":  # from pinned memory the copy waits in the stream, and the host does not
+        packed = packed.pin_memory()
+    packed = packed.to(device, non_blocking=True)
     tiles, tables = packed.split((tiles_W3.size, tables_BN.size))
     return TilePlan(tiles.view(-1, 3), tables.view(tables_BN.shape), block_size, tile_size)
 

@@ -96,6 +96,11 @@ def plan_decode(
     return DecodePlan(rows, tables_BN, block_size, triton, tile_rows, tile_size, chunks, splits, scratch)
 
 
+def most_scratch_bytes(keys: int, head_dim: int) -> int:
+    """No plan for tables of so many keys takes more scratch: one whose programs fill the GPU by themselves takes none."""
+    return _PROGRAMS * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
+
+
 def chunk_start(chunk: int) -> int:
     """The first key position of a chunk."""
     doublings = max(chunk // _DOUBLING_CHUNKS - 1, 0)

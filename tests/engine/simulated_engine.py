@@ -84,7 +84,8 @@ class SimulatedEngine:
 
     def add(self, request: Request) -> bool:
         """Queue a request, unless it could never fit."""
-        if self.scheduler.blocks_needed(request, max(self.num_drafts)) > self.pool.num_blocks:
+        positions = len(request.prompt_ids) + request.max_tokens + 2 * max(self.num_drafts) + 1
+        if self.scheduler._blocks_for(positions) > self.pool.num_blocks:
             return False
         self.scheduler.add(request)
         return True

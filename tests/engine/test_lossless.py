@@ -1,5 +1,6 @@
 """Output never depends on the drafter, on K, or on who shares the batch."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,3 +156,37 @@ def test_penalties_count_drafts_as_said(parallel: bool, engine: dict[str, int]):
     outputs = llm.generate(PROMPTS, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert sum(o.stats.num_accepted_tokens for o in outputs) > 50
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_step_ahead_changes_nothing(parallel: bool):
+    """The host behind by one step and by two, as on a GPU: ends, preemption and chunks come late and harm nothing."""
+    params = [
+        SamplingParams(max_tokens=5 + 4 * i, temperature=[0.0, 0.8][i % 2], seed=i, stop_token_ids=(40 + i,))
+        for i in range(len(PROMPTS))
+    ]
+    plain = plain_outputs(params)
+    for ahead in (1, 2):
+        llm = tiny_llm(3, parallel=parallel, num_kv_blocks=40, max_num_seqs=4, max_num_batched_tokens=12)
+        llm.core._steps_ahead = ahead
+        force_drafts(llm, plain, seed=ahead)
+        outputs = llm.generate(PROMPTS, params)
+        assert [(o.token_ids, o.finish_reason) for o in outputs] == [(o.token_ids, o.finish_reason) for o in plain]
+        assert sum(o.stats.num_accepted_tokens for o in outputs) > 20
+        pool = llm.core.scheduler.pool
+        assert pool.num_free == pool.num_blocks
+
+
+def test_k_may_change_in_any_step():
+    """Stale drafts, cache that the drafter never saw, and fewer or more rows than the step before: never another token.
+    The drafter's cache starts as NaN here, which it may then read."""
+    params = sampled(0.8)
+    plain = plain_outputs(params)
+    for ahead in (0, 1):
+        llm = tiny_llm(5)
+        core, rng = llm.core, np.random.default_rng(ahead)
+        core._steps_ahead = ahead
+        core._speculative._draft_side.cache.keys.fill_(torch.nan)
+        core.policy.choose = lambda running, rng=rng: int(rng.integers(0, 6))
+        outputs = llm.generate(PROMPTS, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.engine.block_pool import BlockPool
 from peagle.engine.request import Request
-from peagle.engine.scheduler import Chunk, Scheduler
+from peagle.engine.scheduler import Chunk
 from tests.engine.simulated_engine import VOCAB, SimulatedEngine, expected_output, make_request
 
 SIZES = dict(num_blocks=40, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
@@ -166,13 +165,6 @@ def test_waiting_costs_no_matching(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulated.pool, "match", lambda ids: calls.append(1) or match(ids))
     steps = simulated.run()
     assert len(calls) < 8 < steps
-
-
-def test_blocks_needed_ends_at_the_context():
-    scheduler = Scheduler(BlockPool(8, 4), max_num_seqs=1, max_num_batched_tokens=8, block_size=4, max_model_len=30)
-    assert scheduler.blocks_needed(make_request(0, [0] * 5, 4), 0) == 3  # 5 + 4 + 1 = 10 positions
-    assert scheduler.blocks_needed(make_request(0, [0] * 5, 4), 3) == 4  # 16
-    assert scheduler.blocks_needed(make_request(0, [0] * 5, 25), 3) == 8  # 30
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode", "finished"])

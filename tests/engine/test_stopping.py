@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from peagle.config import EngineConfig
+from peagle.engine.engine import LLM
 from peagle.engine.text import TextStream
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
-from tests.engine.tiny import EOS, force_drafts, random_prompts, tiny_llm, tiny_tokenizer
+from tests.engine.tiny import EOS, force_drafts, random_prompts, tiny_llm, tiny_parts, tiny_tokenizer
 
 PROMPTS = random_prompts(6, seed=9)
 LONG = SamplingParams(max_tokens=60, temperature=0.9, seed=5, ignore_eos=True)
@@ -144,3 +146,33 @@ def test_tokenizer_of_the_tiny_engine_round_trips():
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode(tokenizer.encode("abcXYZ123", add_special_tokens=False)) == "abcXYZ123"
     assert torch.tensor(tokenizer.encode("ab")).max() < 96
+
+
+def test_generate_refuses_what_it_cannot_do():
+    llm = tiny_llm(3)
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    for prompts, says in (
+        ("abc", "is a string"),
+        ([2, 3, 4], "prompt 0 is 2"),
+        ([[2.5]], "whole numbers"),
+        ([None], "None"),
+    ):
+        with pytest.raises(PeagleError, match=says):
+            llm.generate(prompts, params)
+    with pytest.raises(PeagleError, match="sampling params of prompt 0"):
+        llm.generate([[2]], [None])
+    lengths = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (2, 30)]
+    with pytest.raises(PeagleError, match="while requests are running"):
+        llm.generate([[2], [3]], lengths, on_finish=lambda *_: llm.generate([[3]], params))
+    assert len(llm.generate([[2]], params)[0].token_ids) > 0
+
+
+def test_synthetic_acceptance_can_be_turned_off():
+    target, drafter = tiny_parts()
+    llm = LLM.from_parts(target, drafter, 3, EngineConfig(block_size=4), synthetic_rates=(0.9, 0.9, 0.9))
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    assert llm.generate([[5, 6]], params)[0].stats.acceptance_length > 2
+    llm.set_speculation(False)
+    output = llm.generate([[5, 6]], params)[0]
+    assert output.stats.num_rounds == 0
+    assert len(output.token_ids) == 40

@@ -107,7 +107,7 @@ def test_an_end_token_of_the_model_is_no_mask_token():
 
 def test_depths_and_keep_ratio_have_ranges():
     for depths in (0, -1):
-        with pytest.raises(PeagleError, match=f"num_depths is {depths}: it must be at least 1"):
+        with pytest.raises(PeagleError, match=f"num_depths is {depths}: it must be a whole number of at least 1"):
             TrainConfig(num_depths=depths)
     with pytest.raises(PeagleError, match="num_depths is 65: more than the 64 positions of a step, lower it"):
         recipe(num_depths=65)

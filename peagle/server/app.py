@@ -1,0 +1,122 @@
+"""The HTTP application: `make_app` puts the endpoints together."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.middleware.cors import CORSMiddleware
+
+from peagle import __version__
+from peagle.config import ServeConfig
+from peagle.engine.engine import LLM
+from peagle.errors import PeagleError
+from peagle.models.tokenizer import encode, render_chat
+from peagle.server.chat import chat
+from peagle.server.completions import completions
+from peagle.server.engine_thread import EngineThread
+from peagle.server.errors import ApiError, add_error_handlers
+from peagle.server.guard import Guard
+from peagle.server.protocol import DetokenizeBody, TokenizeBody
+from peagle.server.service import Service
+
+if TYPE_CHECKING:
+    from peagle.server.metrics import Metrics
+
+
+def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metrics | None" = None) -> FastAPI:
+    """The endpoints over a started engine, which its caller stops. Without `metrics` there is no /metrics."""
+    name = config.served_model_name or llm.target.name
+    service = Service(engine, llm, config, name)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.worker.shutdown(wait=False)
+
+    # The pages with documentation would load scripts from elsewhere; /openapi.json has it all.
+    app = FastAPI(title="peagle", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    for router in (completions(service), chat(service), _about(service), _tokens(service)):
+        app.include_router(router)
+    if metrics is not None:
+        app.include_router(_metrics(metrics))
+    add_error_handlers(app)
+    app.add_middleware(Guard, api_key=config.api_key)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _about(service: Service) -> APIRouter:
+    """What the server is, and whether it can be used."""
+    router = APIRouter()
+    model = {
+        "id": service.name, "object": "model", "created": service.created, "owned_by": "peagle",
+        "max_model_len": service.llm.max_model_len,
+    }  # fmt: skip
+
+    @router.get("/v1/models")
+    async def _() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{name:path}")
+    async def _(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model
+
+    @router.get("/health")
+    async def _() -> Response:
+        if not service.engine.is_ready:
+            raise ApiError(503, "not ready: a request would not be answered now", headers={"Retry-After": "1"})
+        return Response()
+
+    @router.get("/version")
+    async def _() -> dict[str, str]:
+        return {"version": __version__}
+
+    return router
+
+
+def _tokens(service: Service) -> APIRouter:
+    """Text to tokens and back, as the model sees it: nothing is added to a text."""
+    router, tokenizer = APIRouter(), service.llm.tokenizer
+
+    @router.post("/tokenize")
+    async def _(body: TokenizeBody) -> dict[str, Any]:
+        service.check_model(body.model)
+
+        def tokenize() -> list[int]:
+            turns, opens = body.messages, body.add_generation_prompt is not False
+            if turns is None:
+                return encode(tokenizer, body.prompt or "")
+            return encode(tokenizer, render_chat(tokenizer, [m.turn() for m in turns], add_generation_prompt=opens))
+
+        tokens = await service.prepare(tokenize, body, "prompt" if body.messages is None else "messages")
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.llm.max_model_len}
+
+    @router.post("/detokenize")
+    async def _(body: DetokenizeBody) -> dict[str, str]:
+        service.check_model(body.model)
+        vocab_size = service.llm.target.spec.vocab_size
+
+        def detokenize() -> str:
+            outside = [token for token in body.tokens if not 0 <= token < vocab_size]
+            if outside:
+                raise PeagleError(f"tokens has {outside[0]}: the model has tokens 0 .. {vocab_size - 1}")
+            return str(tokenizer.decode(body.tokens))
+
+        return {"prompt": await service.prepare(detokenize, body, "tokens")}
+
+    return router
+
+
+def _metrics(metrics: "Metrics") -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics")
+    def _() -> Response:  # in a thread: it takes a while
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router

@@ -1,0 +1,81 @@
+"""What a request must pass before anything reads it: the API key, the type of its body, its size."""
+
+import asyncio
+import hmac
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from peagle.server.errors import ApiError
+
+MAX_BODY_BYTES = 8 * 2**20  # a context of a million token ids
+BODY_SECONDS = 30.0  # for a whole body to arrive
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})  # what probes and scrapers ask, without a key
+
+
+class Guard:
+    """ASGI middleware: refuses early, and hands on the whole body at once."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            self._check_key(scope, headers)
+            if scope["method"] == "POST":
+                _check_type(headers)
+                receive = await _with_body(headers, receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_key(self, scope: Scope, headers: MutableMapping[bytes, bytes]) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        # In time that does not depend on how much of the key is right.
+        if not hmac.compare_digest(key.strip(), self._key) or scheme.lower() != b"bearer":
+            message = "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _check_type(headers: MutableMapping[bytes, bytes]) -> None:
+    """Only JSON: a browser asks before it sends that across sites, unlike forms and plain text."""
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise ApiError(415, f"the content type is {kind.decode('latin-1')!r}: send application/json")
+
+
+async def _with_body(headers: MutableMapping[bytes, bytes], receive: Receive) -> Receive:
+    """Read the body and return a `receive` that begins with all of it."""
+    too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send less")
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
+        raise too_large
+    parts, size, more = [], 0, True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more:
+                message: MutableMapping[str, Any] = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "the connection was closed before the body was complete: send it again")
+                parts.append(message.get("body", b""))
+                size, more = size + len(parts[-1]), message.get("more_body", False)
+                if size > MAX_BODY_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body took more than {BODY_SECONDS:g} seconds: send it again") from None
+    whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+
+    async def replay() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return replay

@@ -1,0 +1,211 @@
+"""The bodies of requests. A field that is not listed is refused by name, never ignored."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from peagle.sampling import SamplingParams
+from peagle.server.errors import ApiError, shown
+
+MAX_CHOICES = 128  # answers of one request: prompts times n
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 32, 256, 1024  # each is looked for after every token
+
+Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompt = (
+    str
+    | TokenIds
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+)
+# Fields of OpenAI and vLLM that are not supported -> the values besides null that ask for nothing.
+_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "best_of": (1,), "logprobs": (False,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
+        "use_beam_search": (False,), "truncate_prompt_tokens": (), "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
+        "add_special_tokens": (False,), "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (),
+        "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "bad_words": ([],),
+        "allowed_token_ids": (), "priority": (0,),
+    }
+)  # fmt: skip
+_NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
+        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
+        "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
+        "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
+        "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,),
+        "mm_processor_kwargs": ({},),
+    }
+)  # fmt: skip
+_SAMPLING = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+
+
+class Body(BaseModel):
+    """A JSON object with known fields of exact types; null stands for a field left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_not_supported(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, harmless in cls.not_supported.items():
+            value = values.get(name)
+            if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+                raise ApiError(
+                    400, f"{name} is {shown(value)}: not supported, leave it out", param=name, code="unsupported_field"
+                )
+        return {name: value for name, value in values.items() if name not in cls.not_supported}
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    not_supported = MappingProxyType({"continuous_usage_stats": (False,), "include_obfuscation": (False,)})
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream true: leave one of them out", param="stream_options")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
+        """How answer number `choice` of a prompt is sampled; `max_tokens` if the body does not say."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        seed = None if self.seed is None else self.seed + choice
+        return SamplingParams(**({"max_tokens": max_tokens} | given), seed=seed)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    not_supported = MappingProxyType({**_NOT_SUPPORTED, "suffix": ("",)})
+    prompt: Prompt
+    echo: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one."""
+        one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item,return-value]  # as `Prompt` says
+
+
+class Message(Body):
+    """One turn of a conversation; the parts of its content are joined by line ends."""
+
+    not_supported = MappingProxyType(
+        {
+            "name": (), "refusal": (), "audio": (), "function_call": (), "reasoning_content": (), "tool_call_id": (),
+            "tool_calls": ([],), "annotations": ([],),
+        }
+    )  # fmt: skip
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                kind = part.get("type") if isinstance(part, dict) else part
+                message = (
+                    f"messages holds a part of type {shown(kind)}: only parts with type 'text' and text are supported"
+                )
+                raise ApiError(400, message, param="messages")
+            if unknown := sorted(set(part) - {"type", "text"}):
+                raise ApiError(400, f"messages holds a part with {shown(unknown[0])}: leave it out", param="messages")
+        return "\n".join(part["text"] for part in content)
+
+    def turn(self) -> dict[str, str]:
+        """The message as chat templates take it, most of which know no developer."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    not_supported = MappingProxyType({**_NOT_SUPPORTED, **_NOT_SUPPORTED_CHAT})
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _settle_max_tokens(self) -> "ChatBody":
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                message = (
+                    f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}: give one"
+                )
+                raise ApiError(400, message, param="max_tokens")
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as chat templates take them."""
+        return [message.turn() for message in self.messages]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation in its template."""
+
+    not_supported = MappingProxyType({"add_special_tokens": (False,), "return_token_strs": (False,)})
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "prompt and messages: give one of the two", param="prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,138 @@
+"""From answers to bodies: whole, or as server-sent events. What chat and completions differ in is their `Form`."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from peagle.acceptance import AcceptanceStats
+from peagle.engine.request import Request, RequestOutput
+from peagle.server.answers import Answers
+from peagle.server.errors import ClientGone, api_error
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one endpoint writes an answer: the part of a choice that holds a `whole` text, or a `piece` of it in a
+    chunk, and what a choice's first chunk says before there is text."""
+
+    prefix: str  # of ids
+    whole_kind: str
+    chunk_kind: str
+    whole: Callable[[str], dict[str, Any]]
+    piece: Callable[[str], dict[str, Any]]
+    opening: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One response under way. `choices` is how many there are for each prompt, whose tokens count once; `echoes`, one
+    for each answer, come before its text."""
+
+    form: Form
+    model: str
+    requests: Sequence[Request]
+    choices: int
+    echoes: Sequence[str]
+    wants_usage: bool
+    number: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        """What response and log call it."""
+        return f"{self.form.prefix}-{self.number}"
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        texts = [echo + output.text for echo, output in zip(self.echoes, outputs, strict=True)]
+        choices = [self._choice(i, self.form.whole(texts[i]), o.finish_reason) for i, o in enumerate(outputs)]
+        usage = self._usage(sum(len(o.token_ids) for o in outputs))
+        return {
+            **self._head(self.form.whole_kind), "choices": choices, "usage": usage,
+            "peagle": speculation([o.stats for o in outputs]),
+        }  # fmt: skip
+
+    async def events(self, answers: Answers) -> AsyncIterator[str]:
+        """The chunks of a stream; an error on the way becomes the last one."""
+        num_tokens = 0
+        try:
+            for index, echo in enumerate(self.echoes):
+                if self.form.opening is not None:
+                    yield self._chunk(index, self.form.opening, None)
+                if echo:
+                    yield self._chunk(index, self.form.piece(echo), None)
+            async for index, delta in answers:
+                num_tokens += len(delta.token_ids)
+                if delta.output is not None:
+                    about = {"peagle": speculation([delta.output.stats])}
+                    yield self._chunk(index, self.form.piece(delta.text), delta.output.finish_reason, about)
+                elif delta.text:
+                    yield self._chunk(index, self.form.piece(delta.text), None)
+            if self.wants_usage:
+                yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
+        except ClientGone:
+            return
+        except Exception as error:
+            yield _event(api_error(error).body())
+        yield DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(self, index: int, part: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+        return {"index": index, **part, "logprobs": None, "finish_reason": reason}
+
+    def _chunk(
+        self, index: int, part: Mapping[str, Any], reason: str | None, about: Mapping[str, Any] | None = None
+    ) -> str:
+        usage = {"usage": None} if self.wants_usage else {}  # as OpenAI: every chunk has it, all but the last null
+        choices = [self._choice(index, part, reason)]
+        return _event({**self._head(self.form.chunk_kind), "choices": choices, **usage, **(about or {})})
+
+    def _usage(self, num_tokens: int) -> dict[str, int]:
+        prompts = sum(len(request.prompt_ids) for request in self.requests[:: self.choices])
+        return {"prompt_tokens": prompts, "completion_tokens": num_tokens, "total_tokens": prompts + num_tokens}
+
+
+class EventStream(StreamingResponse):
+    """A stream of events that closes its answers however it ends."""
+
+    def __init__(self, reply: Reply, answers: Answers) -> None:
+        # Proxies that hold back what they could send would undo the streaming.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(reply.events(answers), media_type="text/event-stream", headers=headers)
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.close()
+
+
+def speculation(each: Sequence[AcceptanceStats]) -> dict[str, Any]:
+    """What the drafts of some answers brought, for the field `peagle` of a response."""
+    stats = AcceptanceStats()
+    for one in each:
+        stats.add(one)
+    return {
+        "acceptance_length": round(stats.acceptance_length, 4),
+        "rounds": stats.num_rounds,
+        "draft_tokens": stats.num_draft_tokens,
+        "accepted_tokens": stats.num_accepted_tokens,
+        "accepted_per_position": stats.accepted_per_position,
+    }
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    # All ASCII: some clients cut lines at U+2028 and its like.
+    return f"data: {json.dumps(body)}\n\n"

@@ -1,0 +1,179 @@
+"""`peagle serve`: from a command line to a server that listens, and from a signal to its end."""
+
+import asyncio
+import errno
+import logging
+import math
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+
+from peagle.config import ServeConfig
+from peagle.errors import PeagleError, one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from peagle.engine.engine import LLM
+
+_CUT_SECONDS = 10  # to send the last chunks of requests that were cut when draining
+
+
+def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "Console") -> None:
+    """Load, warm up, listen; on SIGTERM or Ctrl-C let running requests finish, then return.
+
+    What can be wrong about port and certificate is found before the model is loaded.
+    """
+    _check_installed()
+    from peagle.server.app import make_app
+    from peagle.server.engine_thread import EngineThread
+    from peagle.server.metrics import Metrics
+
+    _check_certificate(config)
+    _log_to_stderr()
+    with bind(config.host, config.port) as sock:
+        console.print(f"loading {model}", highlight=False)
+        began = time.perf_counter()
+        llm = load()
+        console.print(f"loaded in {time.perf_counter() - began:.1f} s, {_sizes(llm)}", highlight=False)
+        name = config.served_model_name or llm.target.name
+        metrics = Metrics(name)
+        engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics)
+        engine.start()
+        try:
+            while not engine.is_ready:
+                if engine.failure is not None:
+                    raise PeagleError(f"the engine failed in its first steps: {one_line(engine.failure)}")
+                time.sleep(0.05)
+            listen(sock)
+            _announce(sock, name, config, console)
+            run_server(make_app(engine, llm, config, metrics), engine, config, sock)
+        finally:
+            engine.stop(0.0)
+    if engine.failure is not None:
+        sys.exit(1)  # its traceback is in the log; who watches over the process starts it again
+    console.print("all requests are done")
+
+
+def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) -> None:
+    """Serve on a listening socket until a signal; the engine is stopped when this returns."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Ends when the engine fails, and drains the engine while connections wait for their last chunks."""
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or engine.failure is not None
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            stopping = asyncio.create_task(asyncio.to_thread(engine.stop, config.drain_seconds))
+            await super().shutdown(sockets)
+            if self.force_exit:  # a second Ctrl-C
+                await asyncio.to_thread(engine.stop, 0.0)
+            await stopping
+
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # the engine logs a line per request
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(config.drain_seconds) + _CUT_SECONDS,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+    with _signals_survived():
+        Server(settings).run(sockets=[sock])
+
+
+@contextmanager
+def bind(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket bound to the address; PeagleError where that is not possible."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+    except (socket.gaierror, UnicodeError) as error:
+        raise PeagleError(f"host {host!r} is not known ({one_line(error)}): give an address of this machine") from None
+    with socket.socket(family, kind) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with _explained(host, port):
+            sock.bind(address)
+        yield sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Take connections from now on."""
+    host, port = sock.getsockname()[:2]
+    with _explained(host, port):
+        sock.listen(2048)
+
+
+@contextmanager
+def _explained(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why, remedy = one_line(error), "choose another with --host or --port"
+        if error.errno == errno.EADDRINUSE:
+            why, remedy = "another program listens there", "end it, or choose another with --port"
+        elif error.errno == errno.EACCES:
+            why, remedy = "no permission", "choose a port above 1023 with --port"
+        raise PeagleError(f"cannot listen at port {port} of {host} ({why}): {remedy}") from None
+
+
+@contextmanager
+def _signals_survived() -> Iterator[None]:
+    """uvicorn drains on a signal and raises it again when it is done; by then nothing is left to be interrupted."""
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise PeagleError(f"the server needs {error.name}: pip install 'peagle[server]'") from error
+
+
+def _check_certificate(config: ServeConfig) -> None:
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: "")
+    except (OSError, ValueError) as error:
+        files = config.ssl_certfile + (f" with {config.ssl_keyfile}" if config.ssl_keyfile else "")
+        raise PeagleError(
+            f"{files} cannot be used ({one_line(error)}): give a certificate and its key, PEM, without a password"
+        ) from None
+
+
+def _log_to_stderr() -> None:
+    """Our own log from INFO on, that of others from WARNING on."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("peagle").setLevel(logging.INFO)
+
+
+def _sizes(llm: "LLM") -> str:
+    tokens = llm.core.scheduler.pool.num_blocks * llm.core.scheduler.pool.block_size
+    drafts = f"{llm.num_speculative_tokens} drafts a round" if llm.num_speculative_tokens else "no drafts"
+    return f"on {llm.core.device}: context {llm.max_model_len} tokens, KV cache {tokens} tokens, {drafts}"
+
+
+def _announce(sock: socket.socket, name: str, config: ServeConfig, console: "Console") -> None:
+    host, port = sock.getsockname()[:2]
+    scheme, shown = "https" if config.ssl_certfile else "http", f"[{host}]" if ":" in host else host
+    console.print(f"listening at {scheme}://{shown}:{port}/v1, model {name}", highlight=False)
+    if config.api_key is None and not ip_address(host.split("%")[0]).is_loopback:
+        console.print("without --api-key, everyone who can reach this address is served", style="yellow")

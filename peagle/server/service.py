@@ -1,0 +1,92 @@
+"""What the endpoints share: the model and its engine, and the way from a body to its answers."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from peagle.config import ServeConfig
+from peagle.engine.engine import LLM
+from peagle.engine.request import Request
+from peagle.errors import PeagleError
+from peagle.models.tokenizer import encode
+from peagle.server.answers import Answers
+from peagle.server.engine_thread import EngineThread
+from peagle.server.errors import ApiError
+from peagle.server.protocol import GenerationBody
+from peagle.server.responses import EventStream, Form, Reply
+
+T = TypeVar("T")
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "peagle-prompts")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One model behind one engine. Prompts are prepared in a thread of their own, one at a time: a long one keeps the
+    event loop free, and neither tokenizer nor the draw of seeds needs a lock."""
+
+    engine: EngineThread
+    llm: LLM
+    config: ServeConfig
+    name: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    worker: ThreadPoolExecutor = field(default_factory=_one_thread)
+
+    def check_model(self, name: str | None) -> None:
+        """404 for another model than the one that is served; a body may leave it out."""
+        if name is not None and name != self.name:
+            message = f"model {name[:200]!r} is not served here: ask for {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def prepare(self, work: Callable[[], T], body: BaseModel, subject: str) -> T:
+        """Run `work` in the prompts' thread. What it refuses is a 400 about the field of the body that the message
+        begins with, or else about `subject`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.worker, work)
+        except PeagleError as error:
+            name = str(error).split(" ", 1)[0]
+            raise ApiError(400, str(error), param=name if name in type(body).model_fields else subject) from error
+
+    def requests(self, body: GenerationBody, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> list[Request]:
+        """Every answer that a body asks for, those to the same prompt side by side."""
+        vocab_size = self.llm.target.spec.vocab_size
+        outside = [token for token in body.stop_token_ids or () if not 0 <= token < vocab_size]
+        if outside:
+            raise PeagleError(f"stop_token_ids has {outside[0]}: the target has tokens 0 .. {vocab_size - 1}")
+        each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
+        made = []
+        for number, prompt in enumerate(prompts):
+            if len(each) > 1 and isinstance(prompt, str):
+                prompt = encode(self.llm.tokenizer, prompt)  # once for all
+            made += [self.engine.make_request(prompt, params, index=number) for params in each]
+        return made
+
+    def prompt_text(self, prompt: str | Sequence[int]) -> str:
+        """The prompt as text, however it was given."""
+        return prompt if isinstance(prompt, str) else str(self.llm.tokenizer.decode(list(prompt)))
+
+    async def answer(
+        self,
+        http: HttpRequest,
+        body: GenerationBody,
+        requests: Sequence[Request],
+        form: Form,
+        echoes: Sequence[str] = (),
+    ) -> Response:
+        """Have the requests run; the whole answer or a stream of it."""
+        echoes = echoes or [""] * len(requests)
+        reply = Reply(form, self.name, requests, body.choices, echoes, body.wants_usage)
+        answers = Answers(self.engine, requests, reply.id, http.receive, self.config.request_timeout)
+        if body.stream:
+            return EventStream(reply, answers)
+        return JSONResponse(reply.whole(await answers.outputs()))
