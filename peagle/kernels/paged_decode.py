@@ -97,7 +97,7 @@ def plan_decode(
 
 
 def most_scratch_bytes(keys: int, head_dim: int) -> int:
-    """No plan for tables of so many keys takes more scratch: one whose programs fill the GPU by themselves takes none."""
+    """No plan for tables of so many keys takes more scratch: one whose tiles fill the GPU by themselves takes none."""
     return _PROGRAMS * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
 
 
