@@ -1,7 +1,5 @@
 """The HTTP application: `make_app` puts the endpoints together."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Response
@@ -29,13 +27,8 @@ def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metr
     name = config.served_model_name or llm.target.name
     service = Service(engine, llm, config, name)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.worker.shutdown(wait=False)
-
     # The pages with documentation would load scripts from elsewhere; /openapi.json has it all.
-    app = FastAPI(title="peagle", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="peagle", version=__version__, docs_url=None, redoc_url=None)
     for router in (completions(service), chat(service), _about(service), _tokens(service)):
         app.include_router(router)
     if metrics is not None:

@@ -38,10 +38,10 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
     _check_certificate(config)
     _log_to_stderr()
     with bind(config.host, config.port) as sock:
-        console.print(f"loading {model}", highlight=False)
+        console.print(f"loading {model}", highlight=False, soft_wrap=True)
         began = time.perf_counter()
         llm = load()
-        console.print(f"loaded in {time.perf_counter() - began:.1f} s, {_sizes(llm)}", highlight=False)
+        console.print(f"loaded in {time.perf_counter() - began:.1f} s, {_sizes(llm)}", highlight=False, soft_wrap=True)
         name = config.served_model_name or llm.target.name
         metrics = Metrics(name)
         engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics)
@@ -80,6 +80,7 @@ def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) 
 
     settings = uvicorn.Config(
         app,
+        lifespan="off",
         log_config=None,
         access_log=False,  # the engine logs a line per request
         server_header=False,
@@ -174,6 +175,6 @@ def _sizes(llm: "LLM") -> str:
 def _announce(sock: socket.socket, name: str, config: ServeConfig, console: "Console") -> None:
     host, port = sock.getsockname()[:2]
     scheme, shown = "https" if config.ssl_certfile else "http", f"[{host}]" if ":" in host else host
-    console.print(f"listening at {scheme}://{shown}:{port}/v1, model {name}", highlight=False)
+    console.print(f"listening at {scheme}://{shown}:{port}/v1, model {name}", highlight=False, soft_wrap=True)
     if config.api_key is None and not ip_address(host.split("%")[0]).is_loopback:
         console.print("without --api-key, everyone who can reach this address is served", style="yellow")

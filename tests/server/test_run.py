@@ -89,8 +89,8 @@ def test_a_port_in_use_is_said_before_loading():
     assert ran.stderr.count("\n") == 1
 
 
-def test_an_address_of_others(monkeypatch):
-    with pytest.raises(PeagleError, match="cannot listen at port 80 of 192.0.2.1"), run.bind("192.0.2.1", 80):
+def test_an_address_of_others():
+    with pytest.raises(PeagleError, match=r"cannot listen at port 80 of 192\.0\.2\.1"), run.bind("192.0.2.1", 80):
         pass
     with pytest.raises(PeagleError, match="is not known"), run.bind("no.such.host.invalid", 80):
         pass
