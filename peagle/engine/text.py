@@ -23,7 +23,7 @@ class TextStream:
 
     def push(self, token_id: int) -> bool:
         """Add one token; True once a stop string is complete, with `text` cut before it."""
-        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
+        piece = self._decode(token_id)
         if not piece:
             return False
         longest = max(map(len, self._stop), default=0)
@@ -34,6 +34,18 @@ class TextStream:
             self.text = self.text[: min(cuts)]
             self.stopped = True
         return self.stopped
+
+    def _decode(self, token_id: int) -> str | None:
+        """The text that a token completes, if any."""
+        tokenizer = self._tokenizer.backend_tokenizer
+        try:
+            return self._stream.step(tokenizer, token_id)
+        except Exception as error:
+            if "Invalid prefix" not in str(error):
+                raise
+            # The library gives up where a token changes the text of those before it. `finish` decodes them all again.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(tokenizer, token_id)
 
     def take(self, *, final: bool = False) -> str:
         """New text since the last call. `final` releases what was held back for a stop string that never came."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tokenizers.decoders import DecodeStream
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import LLM
@@ -176,3 +177,26 @@ def test_synthetic_acceptance_can_be_turned_off():
     output = llm.generate([[5, 6]], params)[0]
     assert output.stats.num_rounds == 0
     assert len(output.token_ids) == 40
+
+
+def test_a_text_goes_on_after_a_token_the_decoder_chokes_on(monkeypatch: pytest.MonkeyPatch):
+    class Choking:
+        """Fails once, as the library does where a token changes the text before it."""
+
+        def __init__(self, **settings: object) -> None:
+            self.inner = DecodeStream(**settings)
+
+        def step(self, tokenizer: object, token_id: int) -> str | None:
+            if token_id == 7 and not failed:
+                failed.append(token_id)
+                raise Exception("Invalid prefix encountered while decoding stream")
+            return self.inner.step(tokenizer, token_id)
+
+    failed: list[int] = []
+    monkeypatch.setattr("peagle.engine.text.DecodeStream", Choking)
+    tokenizer = tiny_tokenizer()
+    stream = TextStream(tokenizer, ())
+    for token_id in (5, 6, 7, 8):
+        stream.push(token_id)
+    assert failed
+    assert stream.finish([5, 6, 7, 8]) == tokenizer.decode([5, 6, 7, 8])
