@@ -22,6 +22,7 @@ GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
+MAX_DIGITS = 18  # of a token id written as text
 # A token as likely as the likeliest weighs this much in a nucleus. Weights are integers so that their sum, and with it
 # the nucleus, is the same in every order of adding; 2^18 tokens still fit in 63 bits with room to spare.
 MASS_UNIT = 2.0**40
@@ -126,8 +127,8 @@ def _read_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
         raise PeagleError(f"logit_bias is {bias!r}: give a mapping from token ids to numbers, such as {{50: -1.5}}")
     read: dict[int, float] = {}
     for token, value in (bias or {}).items():
-        if not str(token).isdecimal():
-            raise PeagleError(f"logit_bias has the key {token!r}: keys are token ids, 0 or more")
+        if not str(token).isdecimal() or len(str(token)) > MAX_DIGITS:
+            raise PeagleError(f"logit_bias has the key {str(token)[:40]!r}: keys are token ids, 0 or more")
         if not _within(value, -MAX_BIAS, MAX_BIAS):
             raise PeagleError(f"logit_bias of token {token} is {value!r}: it must be in {-MAX_BIAS:g} .. {MAX_BIAS:g}")
         read[int(token)] = float(value)

@@ -21,6 +21,7 @@ from peagle.engine.scheduler import Chunk, Schedule, Scheduler
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import FixedK, KPolicy
 from peagle.engine.step import SpeculativeStep
+from peagle.errors import PeagleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,9 @@ class EngineCore:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request. Raises PeagleError for one that was queued before."""
+        if request.arrival >= 0:
+            raise PeagleError(f"request {request.index} was added before: make a new one for the same prompt")
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:

@@ -1,5 +1,6 @@
 """What decode steps cost on this device: the table that K is chosen by."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -8,7 +9,9 @@ import torch
 from peagle.engine.core import EngineCore
 from peagle.engine.speculation import CostTable
 
+_log = logging.getLogger(__name__)
 _REPEATS = 5  # of which the fastest counts: whatever else the machine does only ever adds
+_MOST_REQUESTS_CPU = 16  # larger batches of a host are judged by this one: they take seconds a step
 
 
 def measure_costs(core: EngineCore, draft_counts: Sequence[int]) -> CostTable:
@@ -16,17 +19,24 @@ def measure_costs(core: EngineCore, draft_counts: Sequence[int]) -> CostTable:
 
     Steps run on padding, which costs what requests with short contexts cost. An idle engine is left as it was.
     """
-    factor = 2 if core.device.type == "cuda" else 4  # a host is slow, and its costs nearly follow the rows
-    sizes = [core.max_num_seqs]
+    on_gpu = core.device.type == "cuda"
+    factor = 2 if on_gpu else 4  # a host is slow, and its costs nearly follow the rows
+    sizes = [core.max_num_seqs if on_gpu else min(core.max_num_seqs, _MOST_REQUESTS_CPU)]
     while sizes[-1] > 1:
         sizes.append(max(sizes[-1] // factor, 1))
-    return {(size, k): _seconds(core, size, k) for size in reversed(sizes) for k in draft_counts}
+    repeats = _REPEATS if on_gpu else 1
+    _log.warning(
+        "measuring what steps cost, for batches of up to %d and %s drafts; a k_table would say it without",
+        sizes[0],
+        ", ".join(map(str, draft_counts)),
+    )
+    return {(size, k): _seconds(core, size, k, repeats) for size in reversed(sizes) for k in draft_counts}
 
 
-def _seconds(core: EngineCore, size: int, num_drafts: int) -> float:
+def _seconds(core: EngineCore, size: int, num_drafts: int, repeats: int) -> float:
     best = float("inf")
     core.run_padding(size, num_drafts)  # compiles, captures
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         _synchronize(core.device)
         begin = time.perf_counter()
         core.run_padding(size, num_drafts)

@@ -2,6 +2,7 @@
 
 import logging
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,6 +139,7 @@ class LLM:
         self.max_model_len = self.core.max_model_len
         self._policy = self.core.policy
         self._rng = np.random.default_rng(config.seed)
+        self._generating = threading.Lock()
 
     def set_speculation(self, enabled: bool) -> None:
         """Turn drafting on or off between calls of `generate`; off, the same engine decodes one token a step."""
@@ -155,14 +157,27 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt (text, or token ids taken as they are); outputs in the order of the prompts.
 
+        A string is one prompt.
+
         `on_delta(index, text)` receives text as it is decided, `on_finish(index, output)` each finished request. An
         exception from a callback, Ctrl-C included, frees all requests before it propagates.
         """
         if isinstance(prompts, str):
-            raise PeagleError("prompts is a string: give a list of prompts, of one if there is but one")
-        is_busy = self.core.has_work
-        if is_busy:
+            prompts = [prompts]
+        if self.core.has_work or not self._generating.acquire(blocking=False):
             raise PeagleError("generate was called while requests are running: wait for them, or use `core`")
+        try:
+            return self._generate(prompts, params, on_delta, on_finish)
+        finally:
+            self._generating.release()
+
+    def _generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_delta: OnDelta | None,
+        on_finish: OnFinish | None,
+    ) -> list[RequestOutput]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise PeagleError(

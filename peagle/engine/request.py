@@ -43,7 +43,7 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # the smaller of params.max_tokens and what the context length leaves
     stream: TextStream | None = None
-    arrival: int = 0
+    arrival: int = -1  # -1: not queued yet
     slot: int = -1  # -1: none
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens in the cache: launched ones during prefill, then those confirmed

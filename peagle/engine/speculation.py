@@ -179,14 +179,14 @@ def load_k_table(source: Mapping[Any, Any] | str, max_drafts: int = MAX_SPECULAT
         where = f"k_table {source}"
         try:
             entries = json.loads(Path(source).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: brackets too deep, or ~nobody
             raise PeagleError(f"{where} cannot be read ({error}): give a JSON file such as {_EXAMPLE}") from None
     if not isinstance(entries, Mapping) or not entries:
         raise PeagleError(f"{where} holds no entries: give an object of concurrency and K, such as {_EXAMPLE}")
     table = {}
     for size, k in entries.items():
-        if not str(size).isdecimal() or int(size) < 1:
-            raise PeagleError(f"{where} has concurrency {size!r}: expected a whole number of at least 1")
+        if not str(size).isdecimal() or len(str(size)) > 9 or int(size) < 1:
+            raise PeagleError(f"{where} has concurrency {str(size)[:40]!r}: expected a whole number of at least 1")
         if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= max_drafts:
             raise PeagleError(
                 f"{where} has K {k!r} for {size} requests: expected a whole number from 0 to {max_drafts}"

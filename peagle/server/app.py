@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metrics | None" = None) -> FastAPI:
     """The endpoints over a started engine, which its caller stops. Without `metrics` there is no /metrics."""
     name = config.served_model_name or llm.target.name
-    service = Service(engine, llm, config, name)
+    service = Service.of(engine, llm, config, name)
 
     # The pages with documentation would load scripts from elsewhere; /openapi.json has it all.
     app = FastAPI(title="peagle", version=__version__, docs_url=None, redoc_url=None)
@@ -83,8 +83,11 @@ def _tokens(service: Service) -> APIRouter:
         def tokenize() -> list[int]:
             turns, opens = body.messages, body.add_generation_prompt is not False
             if turns is None:
-                return encode(tokenizer, body.prompt or "")
-            return encode(tokenizer, render_chat(tokenizer, [m.turn() for m in turns], add_generation_prompt=opens))
+                text = body.prompt or ""
+            else:
+                text = render_chat(tokenizer, [m.turn() for m in turns], add_generation_prompt=opens)
+            service.check_length(text)
+            return encode(tokenizer, text)
 
         tokens = await service.prepare(tokenize, body, "prompt" if body.messages is None else "messages")
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.llm.max_model_len}

@@ -212,7 +212,7 @@ class EngineThread:
         times = list(self._finish_times)
         pace = (time.perf_counter() - times[0]) / len(times) if times else 0.0
         raise Overloaded(
-            f"{waiting} requests are waiting, at most {self._max_waiting} may: try again later",
+            f"all slots are taken and as many requests wait as may, {self._max_waiting}: try again later",
             float(math.ceil(min(max(waiting * pace, 1.0), _LONGEST_RETRY))),
         )
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from peagle.engine.engine import LLM
 
+_log = logging.getLogger(__name__)
+
 _CUT_SECONDS = 10  # to send the last chunks of requests that were cut when draining
 
 
@@ -58,7 +60,7 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
             engine.stop(0.0)
     if engine.failure is not None:
         sys.exit(1)  # its traceback is in the log; who watches over the process starts it again
-    console.print("all requests are done")
+    console.print("stopped")
 
 
 def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) -> None:
@@ -72,9 +74,11 @@ def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) 
             return await super().on_tick(counter) or engine.failure is not None
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            _log.info("shutting down: no more requests; running ones get up to %g s", config.drain_seconds)
             stopping = asyncio.create_task(asyncio.to_thread(engine.stop, config.drain_seconds))
             await super().shutdown(sockets)
             if self.force_exit:  # a second Ctrl-C
+                _log.info("cutting what is still running")
                 await asyncio.to_thread(engine.stop, 0.0)
             await stopping
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -41,6 +41,13 @@ class Service:
     name: str
     created: int = field(default_factory=lambda: int(time.time()))
     worker: ThreadPoolExecutor = field(default_factory=_one_thread)
+    longest_token: int = 0  # characters
+
+    @classmethod
+    def of(cls, engine: EngineThread, llm: LLM, config: ServeConfig, name: str) -> Self:
+        """A service of a loaded model."""
+        longest = max(map(len, llm.tokenizer.get_vocab()))
+        return cls(engine, llm, config, name, longest_token=longest)
 
     def check_model(self, name: str | None) -> None:
         """404 for another model than the one that is served; a body may leave it out."""
@@ -64,12 +71,26 @@ class Service:
         if outside:
             raise PeagleError(f"stop_token_ids has {outside[0]}: the target has tokens 0 .. {vocab_size - 1}")
         each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
+        room = self.llm.core.max_num_seqs + self.config.max_waiting
+        if len(each) * len(prompts) > room:
+            raise PeagleError(
+                f"n is {len(each)} for {len(prompts)} prompts: this server takes {room} answers at once, ask for fewer"
+            )
         made = []
         for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                self.check_length(prompt)
             if len(each) > 1 and isinstance(prompt, str):
                 prompt = encode(self.llm.tokenizer, prompt)  # once for all
             made += [self.engine.make_request(prompt, params, index=number) for params in each]
         return made
+
+    def check_length(self, text: str) -> None:
+        """PeagleError for a text that cannot fit, however it is cut into tokens: to find out how takes seconds."""
+        if len(text) > self.llm.max_model_len * self.longest_token:
+            raise PeagleError(
+                f"the prompt has {len(text)} characters, more than {self.llm.max_model_len} tokens hold: shorten it"
+            )
 
     def prompt_text(self, prompt: str | Sequence[int]) -> str:
         """The prompt as text, however it was given."""

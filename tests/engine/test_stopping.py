@@ -1,5 +1,7 @@
 """EOS, stop strings, stop ids and max_tokens end a request at the exact token, inside an accepted run too."""
 
+import threading
+
 import pytest
 import torch
 from tokenizers.decoders import DecodeStream
@@ -153,7 +155,6 @@ def test_generate_refuses_what_it_cannot_do():
     llm = tiny_llm(3)
     params = SamplingParams(max_tokens=4, temperature=0.0)
     for prompts, says in (
-        ("abc", "is a string"),
         ([2, 3, 4], "prompt 0 is 2"),
         ([[2.5]], "whole numbers"),
         ([None], "None"),
@@ -166,6 +167,7 @@ def test_generate_refuses_what_it_cannot_do():
     with pytest.raises(PeagleError, match="while requests are running"):
         llm.generate([[2], [3]], lengths, on_finish=lambda *_: llm.generate([[3]], params))
     assert len(llm.generate([[2]], params)[0].token_ids) > 0
+    assert [o.token_ids for o in llm.generate("abc", params)] == [o.token_ids for o in llm.generate(["abc"], params)]
 
 
 def test_synthetic_acceptance_can_be_turned_off():
@@ -200,3 +202,31 @@ def test_a_text_goes_on_after_a_token_the_decoder_chokes_on(monkeypatch: pytest.
         stream.push(token_id)
     assert failed
     assert stream.finish([5, 6, 7, 8]) == tokenizer.decode([5, 6, 7, 8])
+
+
+def test_a_request_is_queued_once_and_generate_runs_once_at_a_time():
+    llm = tiny_llm(3)
+    request = llm.make_request([5, 6], SamplingParams(max_tokens=3, temperature=0.0))
+    llm.core.add(request)
+    with pytest.raises(PeagleError, match="added before"):
+        llm.core.add(request)
+    while llm.core.has_work:
+        llm.core.step()
+    with pytest.raises(PeagleError, match="added before"):
+        llm.core.add(request)
+    params, errors = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), []
+    expected = [o.token_ids for o in llm.generate(PROMPTS, params)]
+
+    def run() -> None:
+        try:
+            assert [o.token_ids for o in llm.generate(PROMPTS, params)] == expected
+        except PeagleError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all("requests are running" in error for error in errors)
+    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_blocks

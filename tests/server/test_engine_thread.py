@@ -269,7 +269,7 @@ def test_overload(llm: LLM):
         with slow_steps(engine):
             readers = [begin(engine, [5 + i], LONG)[1] for i in range(8 + 3)]  # free slots are no waiting
             refused = engine.make_request([50], LONG)
-            with pytest.raises(Overloaded, match="are waiting, at most 3 may") as caught:
+            with pytest.raises(Overloaded, match="as many requests wait as may, 3") as caught:
                 engine.submit(refused, Reader())
             assert caught.value.retry_after >= 1
             wait_for(lambda: engine.snapshot().num_running == 8)

@@ -144,9 +144,10 @@ def test_too_many_are_told_when_to_come_back():
         assert {response.status_code for response in responses} == {200, 429}
         assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
         assert all(response.json()["error"]["type"] == "rate_limit_error" for response in refused)
-        # Of several answers, none is begun when not all can be.
+        # Of several answers, none is begun when not all can ever be, and coming back would not help.
         response = httpx.post(f"{served.url}/v1/completions", json={**body, "n": 8}, timeout=30)
-        assert response.status_code == 429
+        assert response.status_code == 400
+        assert "takes 4 answers at once" in response.json()["error"]["message"]
         wait_for(lambda: served.engine.snapshot().num_running == served.engine.snapshot().num_waiting == 0)
 
 
@@ -182,3 +183,21 @@ def test_smollm2_with_its_head():
     assert any(ord(character) > 127 for character in wanted.text)
     assert not any("\ufffd" in piece for piece in pieces)
     assert whole.peagle["acceptance_length"] > 1.5
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(served, monkeypatch):
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("it was cut")
+
+    monkeypatch.setattr("peagle.server.service.encode", encode)
+    monkeypatch.setattr("peagle.engine.engine.encode", encode)
+    monkeypatch.setattr("peagle.server.app.encode", encode)
+    text = "a" * 100_000
+    for path, body in {
+        "/v1/completions": {"prompt": text},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/tokenize": {"prompt": text},
+    }.items():
+        response = httpx.post(f"{served.url}{path}", json=body, timeout=30)
+        assert response.status_code == 400, path
+        assert "shorten it" in response.json()["error"]["message"]
