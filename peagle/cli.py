@@ -90,9 +90,21 @@ RepetitionPenalty = Annotated[float, typer.Option(help="Divides logits of tokens
 Seed = Annotated[int | None, typer.Option(help="Seed of the sampling noise; a fresh one if left out.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from peagle import __version__
+
+        sys.stdout.write(f"peagle {__version__}\n")
+        raise typer.Exit
+
+
 @app.callback()
-def peagle() -> None:
-    """P-EAGLE speculative decoding: train a parallel drafter, measure it, generate losslessly with it."""
+def peagle(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """P-EAGLE speculative decoding: train a parallel drafter, measure it, generate losslessly with it, serve it."""
 
 
 @app.command(epilog=EXAMPLES["generate"])

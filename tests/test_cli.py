@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from peagle import __version__
 from peagle.bench.report import read_result
 from peagle.cli import app
 from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, ServeConfig, TrainConfig
@@ -389,3 +390,8 @@ def test_bytes_that_are_no_text_on_the_command_line(tiny):
     assert done.returncode == 2
     assert done.stderr.count(b"\n") == 1
     assert b"the prompt is not valid Unicode text" in done.stderr
+
+
+def test_the_version_is_told_at_once():
+    done = peagle("--version")
+    assert (done.returncode, done.stdout) == (0, f"peagle {__version__}\n")
