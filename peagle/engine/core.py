@@ -6,7 +6,7 @@ that turns out to have finished in step t has then one step too many in flight, 
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -112,7 +112,7 @@ class EngineCore:
     def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:
         """One decode step of a batch in which nobody is: compiles, captures, and can be timed."""
         with self._on_device():
-            self._run_decode(np.full(size, -1), np.full(size, num_drafts + 1), num_drafts, mode or SamplingMode())
+            self._run_decode(np.full(size, -1), num_drafts, mode or SamplingMode(), lambda: [0] * size)
 
     def warm_up(
         self, draft_counts: Sequence[int], modes: Sequence[SamplingMode] = (SamplingMode(),)
@@ -163,18 +163,23 @@ class EngineCore:
         """Verify, accept and draft for requests whose prompts are done."""
         slots = np.array([r.slot for r in requests], dtype=np.int64)
         mode, width = SamplingMode.of(requests), num_drafts + 1
-        most_keys_B = np.array([r.num_computed + r.rows_in_flight + width for r in requests])
-        out = self._run_decode(slots, most_keys_B, num_drafts, mode)
+        out = self._run_decode(slots, num_drafts, mode, lambda: [r.num_computed + r.rows_in_flight for r in requests])
         for request in requests:
             request.in_flight += 1
             request.rows_in_flight += width
             self._note_drafter(request, num_drafts)
         self._send(list(enumerate(requests)), num_drafts, out)
 
-    def _run_decode(self, slots: np.ndarray, most_keys_B: np.ndarray, num_drafts: int, mode: SamplingMode) -> Tensor:
+    def _run_decode(
+        self, slots: np.ndarray, num_drafts: int, mode: SamplingMode, most_computed: Callable[[], list[int]]
+    ) -> Tensor:
+        """`most_computed` says how far each request can be on the device, which only plans made by the host ask."""
         if self._graphs is not None:
             return self._graphs.run(slots, num_drafts, mode)
-        host = HostShape(np.full(len(slots), num_drafts + 1), most_keys_B, self._state.host_tables[slots])
+        width = num_drafts + 1
+        host = HostShape(
+            np.full(len(slots), width), np.array(most_computed()) + width, self._state.host_tables[slots]
+        )  # fmt: skip
         return self._verify(torch.from_numpy(slots).to(self.device), num_drafts, mode, host)
 
     def _verify(self, slot_B: Tensor, num_drafts: int, mode: SamplingMode, host: HostShape | None = None) -> Tensor:
