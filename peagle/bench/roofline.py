@@ -7,31 +7,13 @@ enough to stay in the GPU's cache from pass to pass can beat the figure.
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from peagle.drafters.eagle3 import DrafterConfig
-from peagle.models.spec import ModelSpec
+from peagle.models.spec import LayerSizes, ModelSpec
 
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # far more than caches hold
-
-
-class _Sizes(Protocol):
-    """What a decoder layer's matrices depend on; a drafter's config and a target's spec both have it."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +89,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _layers(sizes: _Sizes, *, fused: bool = False) -> int:
+def _layers(sizes: LayerSizes, *, fused: bool = False) -> int:
     """Parameters of all layers; of a drafter the first reads embedding and feature side by side."""
     width = sizes.num_heads * sizes.head_dim
     projected = width + 2 * sizes.num_kv_heads * sizes.head_dim
@@ -115,5 +97,5 @@ def _layers(sizes: _Sizes, *, fused: bool = False) -> int:
     return sizes.num_layers * one + (sizes.hidden_size * projected if fused else 0)
 
 
-def _kv_per_token(sizes: _Sizes) -> int:
+def _kv_per_token(sizes: LayerSizes) -> int:
     return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim

@@ -7,7 +7,7 @@ but computes something slightly different is the one failure nobody would notice
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from peagle.errors import PeagleError
 from peagle.models.layers import Llama3Scaling, RopeSpec
@@ -23,6 +23,23 @@ QWEN3_HEAD_DIM = 128  # what Qwen3 assumes when the config is silent, whatever t
 
 class UnsupportedTarget(PeagleError):
     """A model that is no mistake of the user's, but nothing this engine computes."""
+
+
+class LayerSizes(Protocol):
+    """What a decoder layer's matrices depend on; a drafter's config and a target's spec both have it."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

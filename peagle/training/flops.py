@@ -21,33 +21,17 @@ vocabulary, R real rows, positions first.
 """
 
 import re
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from peagle.drafters.eagle3 import DrafterConfig
-from peagle.models.spec import ModelSpec
+from peagle.models.spec import LayerSizes, ModelSpec
 from peagle.training.batches import Batch
 
 # Dense bfloat16 matmul peaks of the vendor's data sheets, FLOP/s. PCIe and NVL cards are clocked lower: not listed.
 _PEAKS = ((r"\bG?H[12]00\b(?!.*(PCIe|NVL))", 989e12), (r"\bA100\b", 312e12))
-
-
-class _Sizes(Protocol):
-    """What a decoder layer's matmuls depend on; a drafter's config and a target's spec both have it."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 class PackCost:
@@ -102,7 +86,7 @@ def named_peak(name: str) -> float | None:
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
 
 
-def _layer(sizes: _Sizes, input_size: int) -> int:
+def _layer(sizes: LayerSizes, input_size: int) -> int:
     """Forward FLOPs of one layer for one row, attention itself aside; the projections read `input_size`."""
     width = sizes.num_heads * sizes.head_dim
     projected = width + 2 * sizes.num_kv_heads * sizes.head_dim
