@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -144,12 +145,9 @@ def _signals_survived() -> Iterator[None]:
 
 
 def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise PeagleError(f"the server needs {error.name}: pip install 'peagle[server]'") from error
+    for package in ("fastapi", "prometheus_client", "uvicorn"):
+        if find_spec(package) is None:
+            raise PeagleError(f"the server needs {package}: pip install 'peagle[server]'")
 
 
 def _check_certificate(config: ServeConfig) -> None:
