@@ -5,7 +5,7 @@ matmul depends on how many rows share it; so each first difference is judged: on
 from any engine, says how far the two tokens were from each other. `explained` means less than twice the numerical
 noise, which is measured too: how far the logits of the same rows lie apart when they are computed in other numbers.
 
-Hardware: one CUDA GPU, about a minute. On the CPU, without graphs and with nothing in flight:
+Hardware: one CUDA GPU. On the CPU, without graphs and with nothing in flight:
 
     python -m benchmarks.lossless_gpu
     python -m benchmarks.lossless_gpu --device cpu --prompts 4 --tokens 16

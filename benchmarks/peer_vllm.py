@@ -12,8 +12,7 @@ this interpreter and torch.
 Every engine is a process. Booting takes vLLM about two minutes, mostly on one core, so --together engines boot at once;
 then they measure one after the other while the others are stopped. Each has its own caches below --work. P-EAGLE runs
 on vLLM's V1 model runner only, the others are fastest on V2. A step's time is that of a round of every request: seconds
-x requests x mean acceptance length / tokens, because vLLM's front end may see two steps at once. Hardware: one GPU;
-twenty minutes on an H200 for everything, most of them booting.
+x requests x mean acceptance length / tokens, because vLLM's front end may see two steps at once. Hardware: one GPU.
 
     python -m benchmarks.peer_vllm --kit KIT --shapes smollm2-135m qwen3-8b --k 7 3 --seconds 560 --out FILE
 

@@ -16,7 +16,7 @@ from peagle.kernels.swiglu import silu_mul_ref
 _ONE_TILE = 16  # rows that tensor cores multiply as one
 _MOST_ROWS = 64
 _SMALL_WEIGHT = 1 << 22  # elements, of a layer bound by launches
-_LARGE_WEIGHT = 1 << 24  # from here on memory is what counts, and cuBLAS reads it faster
+_LARGE_WEIGHT = 1 << 24  # from here on memory is what counts: left to cuBLAS
 
 
 def prefers_fused(rows: int, weight_OI: Tensor) -> bool:
