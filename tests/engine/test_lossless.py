@@ -135,7 +135,10 @@ def test_a_sliding_window_changes_drafts_and_nothing_else(parallel: bool):
         tiny_llm(5, parallel=parallel, window=5)
 
 
-@pytest.mark.parametrize(("parallel", "engine"), [(True, {}), (True, {"num_kv_blocks": 40}), (False, {})])
+@pytest.mark.parametrize(
+    ("parallel", "engine"),
+    [(True, {}), (True, {"num_kv_blocks": 40}), (True, {"max_num_batched_tokens": 9}), (False, {})],
+)
 def test_penalties_count_drafts_as_said(parallel: bool, engine: dict[str, int]):
     """Also where requests are preempted and begin again with what they said before."""
     kinds = [
