@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peagle.bench.verbs import bench
 from peagle.config import (
     EngineConfig,
     ExtractConfig,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from peagle.engine.engine import LLM
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")

@@ -55,6 +55,13 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle serve org/model --head my-head --num-speculative-tokens auto --max-num-seqs 128 --port 8001",
             "peagle serve org/model --host 0.0.0.0 --api-key secret --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),
+        "bench serve": _examples(
+            "peagle bench serve --dataset-name mt-bench --max-concurrency 1",
+            "peagle bench serve --dataset-name hf --dataset-path philschmid/mt-bench --num-prompts 80 "
+            "--max-concurrency 1 --model $MODEL --base-url $BASE_URL --temperature 0.0 --hf-output-len 2048",
+            "peagle bench serve --dataset-name custom --dataset-path humaneval.jsonl --custom-output-len 2048 "
+            "--request-rate 4 --goodput 'ttft:500 tpot:20' --save-result",
+        ),
         "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
     }
 )

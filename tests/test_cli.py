@@ -14,6 +14,7 @@ import torch
 
 from peagle import __version__
 from peagle.bench.report import read_result
+from peagle.bench.settings import BenchServeConfig
 from peagle.cli import app
 from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, ServeConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
@@ -94,9 +95,9 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", (*VERBS, "bench serve"))
 def test_help_shows_examples(verb):
-    done = peagle(verb, "--help", COLUMNS="200")
+    done = peagle(*verb.split(), "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "Examples" in done.stdout
     assert f"peagle {verb}" in done.stdout.split("Examples")[1]
@@ -116,10 +117,11 @@ def test_help_without_a_verb():
         ("train", TrainConfig),
         ("profile", ProfileConfig),
         ("serve", ServeConfig),
+        ("bench serve", BenchServeConfig),
     ],
 )
 def test_every_setting_has_a_flag(verb, config):
-    text = peagle(verb, "--help", COLUMNS="200").stdout
+    text = peagle(*verb.split(), "--help", COLUMNS="200").stdout
     for field in fields(config):
         assert "--" + field.name.replace("_", "-") in text
 

@@ -1,0 +1,69 @@
+"""Help texts of the flags of the `bench` verbs; their examples stand in `peagle.help`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from peagle.bench.settings import BACKENDS, DATASETS, METRICS
+
+BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Server": {
+            "base_url": "URL of the server, such as http://localhost:8000; in place of host and port.",
+            "host": "Host of the server.",
+            "port": "Port of the server.",
+            "backend": f"{', '.join(BACKENDS)} (default: openai-chat; for random tokens openai).",
+            "endpoint": "Path of the API (default: that of the backend).",
+            "model": "Name of the model in the API (default: the one the server has).",
+            "api_key": "Key of the server (default: OPENAI_API_KEY of the environment).",
+            "timeout": "Seconds after which a request is given up and counted as failed (default: never).",
+        },
+        "Prompts": {
+            "dataset_name": f"{', '.join(DATASETS)}.",
+            "dataset_path": "File of the prompts; for hf the id of a data set, or a local copy of it.",
+            "num_prompts": "Requests to send (default: one per row; of random tokens 1000).",
+            "seed": "Seed of the order of prompts, of arrival times and of random tokens.",
+            "shuffle": "Draw the prompts in random order, or take them as the file has them.",
+            "oversample": "Repeat rows where more prompts are asked for than there are.",
+            "hf_name": "Name by which the rows of --dataset-path are to be read, such as openai/gsm8k.",
+            "hf_subset": "Subset of a data set of the Hub.",
+            "hf_split": "Split of it.",
+            "category": "Only rows of this category.",
+            "output_len": "Longest answer in tokens, for any data set (default: 256).",
+            "hf_output_len": "The same, for hf alone.",
+            "custom_output_len": "The same, for custom alone; -1: the output_tokens of each row.",
+            "sharegpt_output_len": "The same, for sharegpt alone.",
+            "spec_bench_output_len": "The same, for spec-bench alone.",
+            "speed_bench_output_len": "The same, for speed-bench alone.",
+            "random_input_len": "Tokens of a random prompt.",
+            "random_output_len": "Longest answer to a random prompt.",
+            "random_vocab_size": "Random token ids are below this.",
+        },
+        "Load": {
+            "request_rate": "Requests per second, at random times; inf: all at once.",
+            "burstiness": "Shape of the times between requests: 1 is Poisson, below it burstier, above it steadier.",
+            "max_concurrency": "Most requests under way (default: no limit).",
+            "num_warmups": "Requests to send before anything is measured.",
+        },
+        "Requests": {
+            "temperature": "Sampling temperature; 0 is greedy.",
+            "top_p": "Nucleus sampling.",
+            "top_k": "Sample among the K likeliest tokens.",
+            "min_p": "Drop tokens less likely than this share of the likeliest.",
+            "ignore_eos": "Go on to the full length, past the end of the answer.",
+            "request_seeds": "Send each request a seed of its own, made from --seed.",
+            "extra_body": "JSON object of further fields of every request.",
+        },
+        "Report": {
+            "goodput": "Limits that a good request keeps, in ms: 'ttft:500 tpot:20'; also e2el.",
+            "percentile_metrics": f"Figures to show: {', '.join(METRICS)}.",
+            "metric_percentiles": "Percentiles to show.",
+            "save_result": "Write the result as JSON.",
+            "save_detailed": "Keep the text and the times of every chunk in it too.",
+            "result_dir": "Folder for it.",
+            "result_filename": "Its name (default: made from time, model and data set).",
+            "label": "A word of yours that stands in the result.",
+        },
+    }
+)
+# vLLM's name for the order of the file.
+BENCH_SERVE_ALIASES: Mapping[str, str] = MappingProxyType({"shuffle": "/--disable-shuffle"})
