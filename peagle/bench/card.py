@@ -1,4 +1,4 @@
-"""Whether a head accepts what its card says: `acceptance.json` in the head's folder, a result file of an earlier run."""
+"""Whether a head accepts what its card says: `acceptance.json` in its folder, the result file of an earlier run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ Key = tuple[str, int, float]
 
 
 def read_card(head: Path, given: Path | None) -> Json | None:
-    """The card to compare with: `given`, or the head's own; None if it has none. Raises PeagleError for another file."""
+    """The card to compare with: `given`, or the head's own; None if there is none. Raises PeagleError for other files."""
     path = given if given is not None else head / CARD_NAME
     if given is None and not path.is_file():
         return None
@@ -60,11 +60,11 @@ def verdict(compared: Sequence[CardRow]) -> str:
     if not below:
         above = sum(row.verdict == ABOVE for row in compared)
         return f"{AS_SAID}, within noise ({len(compared)} figures{f', {above} of them above it' if above else ''})"
-    named = ", ".join(
-        f"{row.suite} K = {row.num_speculative_tokens} T = {row.temperature:g} {row.measured:.2f} against {row.card:.2f}"
-        for row in below
-    )
-    return f"{BELOW}: {named}"
+    named = [
+        f"{r.suite} K = {r.num_speculative_tokens} T = {r.temperature:g} {r.measured:.2f} against {r.card:.2f}"
+        for r in below
+    ]
+    return f"{BELOW}: {', '.join(named)}"
 
 
 def _compare(row: GroupRow, other: Json, level: float) -> CardRow:

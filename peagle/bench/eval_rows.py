@@ -1,14 +1,15 @@
 """The rows of an evaluation's result file (names `eval-*` and `accuracy-*`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peagle.bench.acceptance import SuiteAcceptance
 from peagle.bench.groups import Counts, figures, pack_requests
 
 DEFINITION = (
-    "acceptance length (AL) = 1 + accepted drafts / rounds; share at position j = rounds that accepted draft j / rounds, "
-    "so the shares add up to AL - 1; conditional share = rounds that accepted draft j / rounds that accepted draft j - 1"
+    "acceptance length (AL) = 1 + accepted drafts / rounds; share at position j = rounds that accepted draft j / "
+    "rounds, so the shares add up to AL - 1; conditional share = rounds that accepted draft j / rounds that accepted "
+    "draft j - 1"
 )
 
 
@@ -18,8 +19,9 @@ class GroupRow:
     in one bucket of context lengths, tokens of prompt and answer.
 
     Every `..._interval` is [low, high] at 95 %, by a bootstrap over requests. `per_request` holds accepted drafts and
-    rounds of every request in the order of the set, so that two runs can be compared request by request. Figures without
-    loops leave out rounds that began in text repeating an earlier 12 tokens; they and `tokens` are of whole sets.
+    rounds of every request in the order of the set, so that two runs can be compared request by request. Figures
+    without loops leave out rounds that began in text repeating an earlier 12 tokens; they, `tokens` and `per_request`
+    are of whole sets. Of a part of a set, `prompts` are those that had a round in it.
     """
 
     suite: str
@@ -76,12 +78,9 @@ def set_row(
     suite: str, result: SuiteAcceptance, table: Counts, num_drafts: int, temperature: float, seed: int
 ) -> GroupRow:
     """The row of a whole set."""
-    return group_row(
-        suite,
-        table,
-        num_drafts,
-        temperature,
-        seed,
+    return replace(
+        group_row(suite, table, num_drafts, temperature, seed),
+        prompts=result.prompts,
         acceptance_length_without_loops=round(result.fresh.acceptance_length, 4),
         looping_token_share=round(result.looping_tokens / max(result.tokens, 1), 4),
         tokens=result.tokens,
@@ -98,10 +97,6 @@ def group_row(
     *,
     category: str | None = None,
     context: str | None = None,
-    acceptance_length_without_loops: float | None = None,
-    looping_token_share: float | None = None,
-    tokens: int | None = None,
-    per_request: str | None = None,
 ) -> GroupRow:
     """The row of any group of requests or rounds."""
     found = figures(table, seed=seed)
@@ -120,8 +115,4 @@ def group_row(
         conditional_share_per_position_interval=[share.rounded() for share in conditional],
         prompts=found.requests,
         rounds=found.rounds,
-        acceptance_length_without_loops=acceptance_length_without_loops,
-        looping_token_share=looping_token_share,
-        tokens=tokens,
-        per_request=per_request,
     )

@@ -42,12 +42,11 @@ def counts(requests: Iterable[RequestRounds], num_drafts: int, *, loops: bool = 
 def by_context(requests: Sequence[RequestRounds], num_drafts: int) -> Mapping[str, Counts]:
     """A table per bucket of context lengths that any round began in, shortest first."""
     tables = {}
-    for low, high in pairwise((*CONTEXT_EDGES, None)):
+    ends: tuple[int | None, ...] = (*CONTEXT_EDGES[1:], None)
+    for low, high in zip(CONTEXT_EDGES, ends, strict=True):
+        below = math.inf if high is None else high
         table = [
-            _histogram(
-                (a for c, a in zip(r.contexts, r.accepted) if c >= low and (high is None or c < high)), num_drafts
-            )
-            for r in requests
+            _histogram((a for c, a in zip(r.contexts, r.accepted) if low <= c < below), num_drafts) for r in requests
         ]
         if any(map(any, table)):
             tables[bucket_name(low, high)] = np.array(table, dtype=np.int64)
