@@ -62,6 +62,15 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle bench serve --dataset-name custom --dataset-path humaneval.jsonl --custom-output-len 2048 "
             "--request-rate 4 --goodput 'ttft:500 tpot:20' --save-result",
         ),
+        "eval": _examples(
+            "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --limit 10 --max-num-seqs 16",
+            "peagle eval my-head org/model --sets mt_bench,my-prompts.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
+            "peagle eval my-head org/model --sets none --accuracy humaneval,gsm8k --run-code --k 5",
+        ),
+        "bench compare": _examples(
+            "peagle bench compare before.json after.json",
+            "peagle bench compare before.json after.json --fail-on-regression 3",
+        ),
         "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
     }
 )

@@ -98,8 +98,8 @@ def _outcomes(task: str, questions: Sequence[Question], texts: Sequence[str]) ->
 def program(key: dict[str, str], text: str) -> str:
     """The program that checks an answer: what the stub has before its function, the answer's code, the tests.
 
-    The code is the first block in ``` that defines the function, else the first block, else the whole text. Code without
-    the function is taken for its body and goes under the stub.
+    The code is the first block in ``` that defines the function, else the first block, else the whole text. Code
+    without the function is taken for its body and goes under the stub.
     """
     name, stub = key["entry_point"], key["stub"]
     defines = re.compile(rf"^\s*def {re.escape(name)}\b", re.MULTILINE)
@@ -122,7 +122,7 @@ def _indented(code: str) -> str:
 
 
 def mark_number(expected: str, text: str) -> str:
-    """Right if the answer's number equals the expected one: what is boxed, else what follows ####, else the last number."""
+    """Right if the answer's number, see `answer_number`, equals the expected one."""
     found = answer_number(text)
     if found is None:
         return NO_ANSWER
@@ -130,7 +130,7 @@ def mark_number(expected: str, text: str) -> str:
 
 
 def answer_number(text: str) -> Decimal | None:
-    """The number that an answer gives; None if there is none."""
+    """The number that an answer gives: the last that is boxed, else that follows ####, else that it has; or None."""
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     marked = re.findall(r"####\s*(.*)", text)
     for part in (*boxed[-1:], *marked[-1:], text):

@@ -1,4 +1,4 @@
-"""How far a run of many answers is, on stderr: a bar with the time left, or a line a stage where there is no terminal."""
+"""How far a run of many answers is: a bar with the time left, or a line a stage where there is no terminal."""
 
 import time
 from types import TracebackType

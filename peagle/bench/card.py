@@ -20,7 +20,7 @@ Key = tuple[str, int, float]
 
 
 def read_card(head: Path, given: Path | None) -> Json | None:
-    """The card to compare with: `given`, or the head's own; None if there is none. Raises PeagleError for other files."""
+    """The card to compare with: `given`, or the head's own; None if there is none. Raises PeagleError."""
     path = given if given is not None else head / CARD_NAME
     if given is None and not path.is_file():
         return None

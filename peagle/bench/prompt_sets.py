@@ -14,7 +14,7 @@ SHIPPED_SETS = ("mt_bench", "humaneval", "gsm8k", "mbpp")
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSet:
+class NamedSet:
     """Prompts under one name. A benchmark asks the first turn of each."""
 
     name: str
@@ -36,11 +36,11 @@ def shipped_file(name: str) -> Path | None:
     """A file that ships with the project's prompt sets, by its name; None where it was not installed."""
     package = Path(peagle.__file__).parent
     # A checkout keeps them beside the package, an installed wheel inside it.
-    folders = (package.parent / "benchmarks" / "data", package / "bench" / "data")
+    folders = (package.parent / "benchmarks" / "data", package / "prompts")
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def load_sets(names: Sequence[str], limit: int | None = None) -> list[PromptSet]:
+def load_sets(names: Sequence[str], limit: int | None = None) -> list[NamedSet]:
     """The named sets (mt-bench and mt_bench are the same) or prompts files, `limit` rows of each from the top.
 
     Raises PeagleError for what is neither, and for two of one name.
@@ -48,7 +48,7 @@ def load_sets(names: Sequence[str], limit: int | None = None) -> list[PromptSet]
     sets = []
     for text in names:
         path = _find(text)
-        sets.append(PromptSet(path.stem, tuple(read_prompts(path)[:limit])))
+        sets.append(NamedSet(path.stem, tuple(read_prompts(path)[:limit])))
     twice = [s.name for s in sets if sum(s.name == other.name for other in sets) > 1]
     if twice:
         raise PeagleError(f"two prompt sets are called {twice[0]}: rename one of the files, or leave one out")

@@ -189,6 +189,9 @@ class EvalConfig:
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise PeagleError(f"{name} are {list(values)}: give at least one, each only once")
+        hot = [t for t in self.temperatures if not 0 <= t <= 100]
+        if hot:
+            raise PeagleError(f"temperatures has {hot[0]}: each must be in 0 .. 100")
         outside = [k for k in self.k if not 1 <= k <= MAX_SPECULATIVE_TOKENS]
         if outside:
             raise PeagleError(f"k has {outside[0]}: each must be a whole number in 1 .. {MAX_SPECULATIVE_TOKENS}")

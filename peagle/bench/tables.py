@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from peagle.bench import eval_tables
+from peagle.bench.markdown import markdown_table
 from peagle.errors import PeagleError
 
 Json = Mapping[str, Any]
@@ -13,16 +15,14 @@ def render_block(name: str, result: Json | None) -> str:
     """Markdown for one result: its table and a line that says where it was measured. None: not measured yet."""
     if result is None:
         return f"*Not measured yet: `benchmarks/results/{name}.json` will fill this table.*"
+    if name.startswith(_EVALUATIONS):
+        return f"{eval_tables.markdown(result['results'])}\n\n{_measured_on(name, result)}"
     for prefix, render in _TABLES.items():
         if name.startswith(prefix):
             return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
-    raise PeagleError(f"no table is known for the result {name!r}: names start with {', '.join(_TABLES)}")
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is right-aligned."""
-    ruler = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
+    raise PeagleError(
+        f"no table is known for the result {name!r}: names start with {', '.join((*_EVALUATIONS, *_TABLES))}"
+    )
 
 
 def _acceptance(rows: Sequence[Json]) -> str:
@@ -279,6 +279,7 @@ def _profile(rows: Sequence[Json]) -> str:
     )
 
 
+_EVALUATIONS = ("eval-", "accuracy-")  # several tables each
 _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
     {
         "acceptance-": _acceptance,
