@@ -64,7 +64,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         ),
         "eval": _examples(
             "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --limit 10 --max-num-seqs 16",
-            "peagle eval my-head org/model --sets mt_bench,my-prompts.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
+            "peagle eval my-head org/model --sets mt_bench,mine.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
             "peagle eval my-head org/model --sets none --accuracy humaneval,gsm8k --run-code --k 5",
         ),
         "bench compare": _examples(

@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -110,16 +111,15 @@ class Evaluation:
         finally:
             self._add(answers, k, temperature)
         outputs = answers.finished()
-        self._drafted[k, temperature] = [
-            o for name, asked in self._checked.items() for o in outputs[name][: len(asked)]
-        ]
+        checked = [outputs[name][: len(asked)] for name, asked in self._checked.items()]
+        self._drafted[k, temperature] = list(chain.from_iterable(checked))
         if self._checked and temperature not in self._plain:
             self._meter.stage(f"without drafts, T = {temperature:g}")
             plain = SuiteAnswers(self._checked)
             llm.set_speculation(False)
             plain.run(llm, max_tokens=config.max_tokens, **settings)
             llm.set_speculation(True)
-            self._plain[temperature] = [o for outputs in plain.finished().values() for o in outputs]
+            self._plain[temperature] = list(chain.from_iterable(plain.finished().values()))
 
     def _add(self, answers: SuiteAnswers, k: int, temperature: float) -> None:
         """Rows of every set that is finished."""
@@ -144,14 +144,14 @@ class Evaluation:
     def _answer_tasks(self, llm: LLM, k: int) -> None:
         """Greedy answers to every task, with and without drafts."""
         for task in self._tasks:
-            both = []
+            both: list[list[RequestOutput]] = []
             for drafts in (True, False):
                 self._meter.stage(f"{task.name}, {f'K = {k}' if drafts else 'without drafts'}")
                 llm.set_speculation(drafts)
                 answers = SuiteAnswers({task.name: task.conversations})
                 answers.run(llm, max_tokens=self._config.accuracy_tokens, temperature=0.0, on_finish=self._meter.finish)
                 both.append(answers.finished()[task.name])
-            self._marked.append((task, k, *both))
+            self._marked.append((task, k, both[0], both[1]))
         llm.set_speculation(True)
 
     def _compare(self) -> None:

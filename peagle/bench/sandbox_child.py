@@ -1,10 +1,10 @@
 """Run one program that nobody has read, in a process that gave up everything it does not need. Run by `sandbox.py`.
 
-`python -I -B sandbox_child.py MODE SECONDS BYTES` reads a secret line and the program from stdin. The secret is written
-to stdout only when the program has run to its end, so neither an exit status nor printed text can stand in for it. Memory,
-CPU time, files and processes have limits; in the mode `filter` the kernel also refuses every system call that
-would start a program or a process, send a signal, open a socket, or write, make or remove a file. The mode `probe` only
-says which of `filter` and `limits` this machine has. It imports nothing of the project: it runs alone.
+`python -I -B sandbox_child.py MODE SECONDS BYTES` reads a secret line and the program from stdin. The secret is
+written to stdout only when the program has run to its end, so neither an exit status nor printed text can stand in for
+it. Memory, CPU time, files and processes have limits; in the mode `filter` the kernel also refuses every system call
+that would start a program or a process, send a signal, open a socket, or write, make or remove a file. The mode `probe`
+only says which of `filter` and `limits` this machine has. It imports nothing of the project: it runs alone.
 """
 
 import ctypes
