@@ -1,5 +1,8 @@
 """The verbs under `peagle bench`: argument parsing and calls, as in `peagle.cli`."""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from peagle.bench.help import BENCH_SERVE_ALIASES, BENCH_SERVE_FLAGS
@@ -17,3 +20,24 @@ def serve(config: BenchServeConfig) -> None:
     from peagle.bench.serve import run_bench_serve
 
     raise typer.Exit(run_bench_serve(config))
+
+
+@bench.command(epilog=EXAMPLES["bench compare"])
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="Result file of the earlier run.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Result file of the later run.")],
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show figures that did not move, or by noise, and mere counts too.")
+    ] = False,
+    fail_on_regression: Annotated[
+        float | None,
+        typer.Option(metavar="PCT", help="Exit status 1 if a figure got worse by more than this."),
+    ] = None,
+) -> None:
+    """Compare two result files: what moved, by how much, and is it noise."""
+    from rich.console import Console
+
+    from peagle.bench.compare import run_compare
+
+    console = Console()
+    raise typer.Exit(run_compare(before, after, console, show_all=show_all, fail_on_regression=fail_on_regression))
