@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -53,8 +55,9 @@ def run_eval(
     target = load_target(model, dtype=dtype, device=device)
     drafter = load_drafter(path, target.model, target.spec, dtype=dtype, device=device, target_name=target.name)
     settings = {
+        "command": shlex.join(["peagle", *sys.argv[1:]]),
         "head": name,
-        "head_sha256": [_sha256(file) for file in weight_files(path)],
+        "head_sha256": " ".join(_sha256(file) for file in weight_files(path)),
         "head_kind": drafter.config.kind,
         "target": target.name,
         **asdict(config),
