@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from peagle.acceptance import AcceptanceStats
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Parts of a chat delta that hold tokens; the second and third are two names of a model's reasoning.
 _TEXT_PARTS = ("content", "reasoning_content", "reasoning", "tool_calls")
+_HEADERS = MappingProxyType({"Content-Type": "application/json"})
 _LONGEST_LINE = 1 << 24  # bytes; a server that sends more without a line end is no server of events
 
 
@@ -75,6 +77,20 @@ class Answer:
         return [after - before for before, after in zip(self.chunks, self.chunks[1:])]
 
 
+def stamp_sending() -> "aiohttp.TraceConfig":
+    """Lets a request's clock start when its body is written, not when this process began to prepare it: of 64 requests
+    that begin at once, the last is written 20 ms after that."""
+    import aiohttp
+
+    async def on_sent(_session: Any, context: Any, _params: Any) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.start = time.perf_counter()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(on_sent)
+    return trace
+
+
 async def ask(
     session: "aiohttp.ClientSession", url: str, body: Mapping[str, Any], answer: Answer, timeout: float | None
 ) -> None:
@@ -86,7 +102,7 @@ async def ask(
     try:
         async with (
             asyncio.timeout(timeout),
-            session.post(url, data=data, headers={"Content-Type": "application/json"}) as response,
+            session.post(url, data=data, headers=_HEADERS, trace_request_ctx=answer) as response,
         ):
             if response.status == 200:
                 await _read_events(response, answer)
