@@ -28,9 +28,8 @@ _LONGEST_LINE = 1 << 24  # bytes; a server that sends more without a line end is
 class Answer:
     """What became of a request. Times are seconds of `time.perf_counter`, kinds of failure are few and fixed.
 
-    `chunks` are the arrivals of chunks with text; a last one without text (`silent_end`) joins them if a token may be
-    in it, as the end of an answer is. `failure` is None for an answer that is whole, and for one that was stopped from
-    here.
+    `chunks` are the arrivals of chunks with text, `silent_end` that of a last one without. `failure` is None for an
+    answer that is whole, and for one that was stopped from here.
     """
 
     id: str
@@ -58,23 +57,26 @@ class Answer:
         return len(self.chunks) if self.output_tokens is None else self.output_tokens
 
     @property
+    def arrivals(self) -> list[float]:
+        """When tokens came: with the chunks, and with a silent end if one may be in it, as the end of an answer is."""
+        if self.silent_end is None or self.tokens <= len(self.chunks):
+            return self.chunks
+        return [*self.chunks, self.silent_end]
+
+    @property
     def ttft(self) -> float:
-        """Seconds to the first chunk with text."""
-        return self.chunks[0] - self.start
+        """Seconds to the first token."""
+        return self.arrivals[0] - self.start
 
     @property
     def e2e(self) -> float:
-        """Seconds to the last chunk."""
-        return self.chunks[-1] - self.start
+        """Seconds to the last token."""
+        return self.arrivals[-1] - self.start
 
     @property
     def tpot(self) -> float | None:
         """Seconds per token after the first; None for an answer of one token."""
         return (self.e2e - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
-
-    def gaps(self) -> list[float]:
-        """Seconds from chunk to chunk."""
-        return [after - before for before, after in zip(self.chunks, self.chunks[1:])]
 
 
 def stamp_sending() -> "aiohttp.TraceConfig":
@@ -140,14 +142,12 @@ async def _read_events(response: "aiohttp.ClientResponse", answer: Answer) -> No
             raise _BadStreamError(f"a line of more than {_LONGEST_LINE} bytes")
     if answer.failure is not None:
         return
-    if answer.silent_end is not None and answer.tokens > len(answer.chunks):
-        answer.chunks.append(answer.silent_end)
     if not done and answer.finish_reason is None:
         kind = response.content_type
         if not answer.chunks and kind != "text/event-stream":
             raise _BadStreamError(f"a body of type {kind}, not an event stream")
         answer.failure, answer.detail = "disconnect", "the stream ended before the answer did"
-    elif not answer.chunks:
+    elif not answer.arrivals:
         answer.failure, answer.detail = "empty answer", "no chunk held a token"
     elif answer.finish_reason == "abort":
         answer.failure, answer.detail = "aborted", "the server cut the answer short"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.bench.client import Answer, stamp_sending
 from peagle.bench.counters import DEFINITION, Counters, acceptance
-from peagle.bench.latency import DEFINITIONS, summarise
+from peagle.bench.latency import DEFINITIONS, gaps, summarise
 from peagle.bench.load import Load, extra_fields, run_load
 from peagle.bench.server_info import ServerInfo, read_counters, read_server
 from peagle.bench.sets import PromptSet, load_prompts
@@ -192,7 +192,7 @@ def _request_row(answer: Answer, detailed: bool) -> dict[str, Any]:
     if answer.stats is not None:
         row["acceptance"] = asdict(answer.stats)
     if detailed:
-        row |= {"text": "".join(answer.text), "chunk_gaps_ms": [1000 * gap for gap in answer.gaps()]}
+        row |= {"text": "".join(answer.text), "chunk_gaps_ms": [1000 * gap for gap in gaps(answer.chunks)]}
     return row
 
 
