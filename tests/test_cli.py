@@ -14,7 +14,7 @@ import torch
 
 from peagle import __version__
 from peagle.bench.report import read_result
-from peagle.bench.settings import BenchServeConfig
+from peagle.bench.settings import BenchServeConfig, EvalConfig
 from peagle.cli import app
 from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, ServeConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
@@ -24,7 +24,7 @@ from peagle.exits import explain, run
 from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
-VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "demo")
+VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "eval", "demo")
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
@@ -95,7 +95,7 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", (*VERBS, "bench serve"))
+@pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench compare"])
 def test_help_shows_examples(verb):
     done = peagle(*verb.split(), "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
@@ -118,6 +118,7 @@ def test_help_without_a_verb():
         ("profile", ProfileConfig),
         ("serve", ServeConfig),
         ("bench serve", BenchServeConfig),
+        ("eval", EvalConfig),
     ],
 )
 def test_every_setting_has_a_flag(verb, config):
