@@ -24,7 +24,9 @@ from peagle.exits import explain, run
 from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
-VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "eval", "demo")
+VERBS = (
+    "generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "eval", "demo",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
