@@ -124,8 +124,9 @@ class Evaluation:
     def _add(self, answers: SuiteAnswers, k: int, temperature: float) -> None:
         """Rows of every set that is finished."""
         seed, found = self._config.seed, self.found
+        accepted = answers.acceptance(k)
         for prompts in self._sets:
-            result = answers.acceptance(k).get(prompts.name)
+            result = accepted.get(prompts.name)
             if result is None:
                 continue
             name = prompts.name
