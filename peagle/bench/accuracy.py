@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 from peagle.bench.eval_rows import AccuracyRow
 from peagle.bench.prompt_sets import load_sets, shipped_file
 from peagle.bench.sandbox import PASSED, run_programs
-from peagle.bench.statistics import mean_interval
+from peagle.bench.statistics import share_interval
 from peagle.engine.request import RequestOutput
 from peagle.errors import PeagleError
 
@@ -72,7 +72,7 @@ def mark(
 
 def _row(task: str, outcomes: Sequence[str], num_drafts: int, equal: int) -> AccuracyRow:
     right = [outcome in (RIGHT, PASSED) for outcome in outcomes]
-    share = mean_interval(right)
+    share = share_interval(sum(right), len(right))
     return AccuracyRow(
         task=task,
         num_speculative_tokens=num_drafts,

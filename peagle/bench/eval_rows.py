@@ -46,7 +46,7 @@ class GroupRow:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccuracyRow:
     """How many answers of a task were right, at one setting of drafts (0: none), and how many of those answers are the
-    same tokens as the ones without drafts."""
+    same tokens as the ones without drafts. The interval is Wilson's at 95 %."""
 
     task: str
     num_speculative_tokens: int

@@ -63,8 +63,10 @@ def print_tables(console: Console, result: Json) -> None:
         for row in block.rows:
             table.add_row(*(cell.replace("**", "") for cell in row))
         console.print(table)
-    if definition := result["settings"].get("definition"):
-        console.print(f"{definition}. Intervals: 95 %, by a bootstrap over requests.", markup=False, highlight=False)
+    settings = result["settings"]
+    if settings.get("datasets"):
+        text = f"{settings['definition']}. Intervals: 95 %, by a bootstrap over requests."
+        console.print(text, markup=False, highlight=False)
 
 
 def _length(row: Json) -> str:

@@ -93,6 +93,16 @@ def repeats_interval(values: ArrayLike) -> Interval:
     return Interval(mean, mean - reach, mean + reach)
 
 
+def share_interval(successes: int, count: int) -> Interval:
+    """A share of yes or no answers, by Wilson at 95 %: unlike a bootstrap it has a width where all are alike."""
+    if not 0 <= successes <= count or not count:
+        raise PeagleError(f"{successes} of {count} is no share")
+    share, z2 = successes / count, _NORMAL**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    reach = _NORMAL / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return Interval(share, max(middle - reach, 0.0), min(middle + reach, 1.0))
+
+
 def mean_difference(
     first: ArrayLike, second: ArrayLike, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
 ) -> Interval:

@@ -20,6 +20,7 @@ from peagle.bench.statistics import (
     ratio_intervals,
     repeats_difference,
     repeats_interval,
+    share_interval,
 )
 from peagle.errors import PeagleError
 
@@ -79,6 +80,13 @@ def test_known_answers():
     assert (joined.value, joined.low, joined.high) == pytest.approx((4, 3.5, 4 + math.hypot(0.3, 0.3)))
 
 
+def test_shares_have_a_width_even_where_all_are_alike():
+    assert share_interval(0, 10).rounded(3) == [0.0, 0.278]
+    assert share_interval(5, 10).rounded(3) == [0.237, 0.763]
+    assert share_interval(10, 10).rounded(3) == [0.722, 1.0]
+    assert coverage(lambda rng: share_interval(int(rng.binomial(40, 0.1)), 40), 0.1) >= 0.9
+
+
 def test_a_pairing_removes_what_requests_differ_by():
     rng = np.random.default_rng(1)
     base = rng.normal(0, 50, 40)
@@ -130,6 +138,8 @@ def test_a_ratio_lies_between_the_extremes(pairs):
         lambda: mean_interval([1.0, math.nan]),
         lambda: ratio_interval([1, 2], [1]),
         lambda: mean_interval([1.0], level=1.0),
+        lambda: share_interval(2, 1),
+        lambda: share_interval(0, 0),
         lambda: ratio_intervals([[1, 2]], [[1]]),
         lambda: paired_ratio_difference(([1], [1]), ([1, 1], [1, 1])),
         lambda: mean_interval([1.0], draws=0),
