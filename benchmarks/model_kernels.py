@@ -27,13 +27,14 @@ from torch import Tensor
 from benchmarks.common import RESULTS, command
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
-from peagle.kernels.fused_linear import gated_norm_linear, linear_add, norm_linear
+from peagle.kernels.fused_linear import linear_add, norm_linear
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_attention import paged_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.rope_write import rope_write
+from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, stream_linear
 from peagle.kernels.swiglu import silu_mul
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies
 
@@ -210,20 +211,24 @@ def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
             return norm_linear(x, norm, 1e-6, weight, backend=backend)
         return F.linear(rms_norm(x, norm, 1e-6), weight)
 
-    def gated(x: Tensor, weight: Tensor) -> Tensor:
-        if fused:
-            return gated_norm_linear(x, norm, 1e-6, weight, backend=backend)
-        return silu_mul(F.linear(rms_norm(x, norm, 1e-6), weight))
-
     def added(x: Tensor, weight: Tensor) -> Tensor:
         return linear_add(x, weight, None, residual, backend=backend)
 
+    def parts_added(x: Tensor, weight: Tensor) -> Tensor:
+        return add_rms_norm(linear_parts(x, weight, backend=backend), residual, norm, 1e-6, backend=backend)[0]
+
     qkv_size = heads_size + 2 * kv_size
     yield linear("norm_linear", shape.hidden, qkv_size, normed, qkv_size)
+    yield linear("stream_linear", shape.hidden, qkv_size, lambda x, w: stream_linear(x, w, backend=backend), qkv_size)
     yield _rotation(shape, random(total, qkv_size), fused)
-    yield linear("linear_add", heads_size, shape.hidden, added, 2 * shape.hidden)
-    yield linear("gated_norm_linear", shape.hidden, 2 * shape.intermediate, gated, shape.intermediate)
-    yield linear("linear_add", shape.intermediate, shape.hidden, added, 2 * shape.hidden)
+    gated = linear(
+        "gated_stream_linear", shape.hidden, 2 * shape.intermediate,
+        lambda x, w: gated_stream_linear(x, w, backend=backend), shape.intermediate,
+    )  # fmt: skip
+    yield gated
+    for inputs in (heads_size, shape.intermediate):
+        yield linear("linear_add", inputs, shape.hidden, added, 2 * shape.hidden)
+        yield linear("linear_parts + add_rms_norm", inputs, shape.hidden, parts_added, 3 * shape.hidden)
 
 
 def _rotation(shape: Shape, qkv_RA: Tensor, fused: bool) -> Work:

@@ -66,8 +66,8 @@ SHAPES: Mapping[str, Json] = MappingProxyType(
 )  # fmt: skip
 REAL_SHAPES = tuple(name for name in SHAPES if name != "tiny")
 
-_P_EAGLE_LENGTHS = MappingProxyType({3: 3.02, 5: 3.50, 7: 3.94})
-_SMALL_P_EAGLE_LENGTHS = MappingProxyType({3: 2.74, 5: 3.12, 7: 3.40})
+_P_EAGLE_LENGTHS = MappingProxyType({1: 1.81, 3: 3.02, 5: 3.50, 7: 3.94})
+_SMALL_P_EAGLE_LENGTHS = MappingProxyType({1: 1.76, 3: 2.74, 5: 3.12, 7: 3.40})
 _EAGLE3_LENGTHS = MappingProxyType({3: 2.65, 5: 2.90, 7: 3.03})
 
 
@@ -103,8 +103,8 @@ class EngineSpeedRow:
     Only steps in which all requests decode are timed; `ms_per_step` is the median of the repeats, a step one round of
     every request. `tokens_per_second` is `acceptance_length` x concurrency / `ms_per_step`: with acceptance by chance
     the length set, with a trained head the length measured. `gpu_busy_ms` is of a profiled step, `gpu_busy_share` that
-    over `ms_per_step`. `floor_ms` is what reading weights, keys and values takes at the bandwidth in the settings. None
-    is what was not profiled or computed.
+    over the time of the steps just before it; `drafting_ms` is what of it is the drafter's. `floor_ms` is what reading
+    weights, keys and values takes at the bandwidth in the settings. None is what was not profiled or computed.
     """
 
     shape: str
@@ -123,6 +123,7 @@ class EngineSpeedRow:
     mean_context: float
     gpu_busy_ms: float | None = None
     gpu_busy_share: float | None = None
+    drafting_ms: float | None = None
     kernels_per_step: float | None = None
     launches_per_step: float | None = None
     graph_launches_per_step: float | None = None
@@ -181,7 +182,7 @@ def plan(shapes: list[str], methods: list[str], num_drafts: list[int], *, equal:
         return [Setup(shape, method, k, acceptance) for method, k in wanted]
 
     groups = [group(shape, (P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3)) for shape in order]
-    groups += [group(shape, (P_EAGLE, 5), (P_EAGLE, 3), (EAGLE3, 5), (EAGLE3, 7)) for shape in order]
+    groups += [group(shape, (P_EAGLE, 5), (P_EAGLE, 3), (EAGLE3, 5), (EAGLE3, 7), (P_EAGLE, 1)) for shape in order]
     if equal:
         groups += [group(shape, (EAGLE3, 3), (EAGLE3, 5), (EAGLE3, 7), acceptance="equal") for shape in order]
     return [setups for setups in groups if setups]

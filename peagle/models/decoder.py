@@ -10,12 +10,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, project
 from peagle.models.spec import ModelSpec
 
 
 class TargetModel(nn.Module):
     """Embedding, decoder layers, final norm and language-model head described by a `ModelSpec`."""
+
+    kernels: str = "torch"
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class TargetModel(nn.Module):
         x_RH = self.embed_tokens(input_ids_R)
         cos_R1D, sin_R1D = self.rope(positions_R, x_RH.dtype)
         streams: dict[int, Tensor] = {}
-        delta_RH: Tensor | None = None  # what is still to be added to the stream: each norm adds before it norms
+        delta: Tensor | None = None  # what is still to be added to the stream: each norm adds before it norms
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]  # all of them, typed
         fused = all(layer.fuses(x_RH) for layer in layers)
         for i, layer in enumerate(layers):
@@ -53,18 +55,18 @@ class TargetModel(nn.Module):
                     streams[i] = x_RH
                 x_RH = layer.fused(x_RH, cos_R1D, sin_R1D, attend)
                 continue
-            x_RH, normed_RH = _add_norm(layer.input_layernorm, x_RH, delta_RH)
+            x_RH, normed_RH = _add_norm(layer.input_layernorm, x_RH, delta)
             if i in tap_ids:
                 streams[i] = x_RH
-            x_RH, delta_RH = layer.parts(x_RH, normed_RH, cos_R1D, sin_R1D, attend)
-        x_RH, normed_RH = _add_norm(self.norm, x_RH, delta_RH)
+            x_RH, delta = layer.parts(x_RH, normed_RH, cos_R1D, sin_R1D, attend)
+        x_RH, normed_RH = _add_norm(self.norm, x_RH, delta)
         streams[len(layers)] = x_RH
         taps_RC = torch.cat([streams[k] for k in tap_ids], dim=-1) if tap_ids else None
         return normed_RH, taps_RC
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits over the vocabulary, [R, V], of final-normed hidden states."""
-        return self.lm_head(hidden_RH)
+        return project(self.lm_head, hidden_RH, self.kernels)
 
     def _tie(self) -> None:
         # A head swapped for a packed one (models/packing.py) has no weight to share.
@@ -78,5 +80,5 @@ class TargetModel(nn.Module):
         return self
 
 
-def _add_norm(norm: RMSNorm, x_RH: Tensor, delta_RH: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (x_RH, norm(x_RH)) if delta_RH is None else norm.add(x_RH, delta_RH)
+def _add_norm(norm: RMSNorm, x_RH: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (x_RH, norm(x_RH)) if delta is None else norm.add(x_RH, delta)

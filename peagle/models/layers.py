@@ -7,16 +7,17 @@ N query heads, M key/value heads, D head size, V vocabulary, C concatenated taps
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.kernels.backend import use_triton_for_inference
-from peagle.kernels.fused_linear import gated_norm_linear, linear_add, norm_linear, prefers_fused
+from peagle.kernels.fused_linear import linear_add, norm_linear, prefers_fused
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
+from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, prefers_stream, stream_linear
 from peagle.kernels.swiglu import silu_mul
 
 # (layer index, q_RND, k_RMD, v_RMD) -> o_RND. The model computes rotated q, k and v; whoever calls the model decides
@@ -111,7 +112,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, backend=self.kernels)
 
     def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """stream + delta, and that normed."""
+        """stream + delta, and that normed; `delta` may come in parts (`project_parts`)."""
         return add_rms_norm(delta, stream, self.weight, self.eps, backend=self.kernels)
 
 
@@ -137,7 +138,17 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x), backend=self.kernels))
+        return project(self.down_proj, self._gated(x), self.kernels)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """`forward` for an `RMSNorm.add`."""
+        return project_parts(self.down_proj, self._gated(x), self.kernels)
+
+    def _gated(self, x: Tensor) -> Tensor:
+        up = self.gate_up_proj
+        if streams(up, x, self.kernels):
+            return gated_stream_linear(x, up.weight, up.bias, backend=self.kernels)
+        return silu_mul(up(x), backend=self.kernels)
 
     def fuses(self, x_RH: Tensor) -> bool:
         """Whether `add` is the faster way for these rows: few, on Triton, weights not packed."""
@@ -148,9 +159,8 @@ class SwiGLU(nn.Module):
         )
 
     def add(self, x_RH: Tensor, norm: RMSNorm) -> Tensor:
-        """x + down(silu(gate(norm(x))) * up(norm(x))) in two launches."""
-        up, down = self.gate_up_proj, self.down_proj
-        gated_RF = gated_norm_linear(x_RH, norm.weight, norm.eps, up.weight, up.bias, backend=self.kernels)
+        """x + down(silu(gate(norm(x))) * up(norm(x))) in three launches."""
+        gated_RF, down = self._gated(norm(x_RH)), self.down_proj
         return linear_add(gated_RF, down.weight, down.bias, x_RH, backend=self.kernels)
 
 
@@ -188,13 +198,19 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention of every row [R, H]; with `rows_U`, of these rows [U, H]: `attend` gets the queries of these, and
         the keys and values of all."""
-        return self.o_proj(self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U))
+        return project(self.o_proj, self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U), self.kernels)
 
-    def of_projected(
+    def parts(
+        self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
+    ) -> Tensor:
+        """`forward` for an `RMSNorm.add`."""
+        return project_parts(self.o_proj, self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U), self.kernels)
+
+    def parts_of_projected(
         self, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
     ) -> Tensor:
-        """`forward` from the merged projections on, which it may overwrite."""
-        return self.o_proj(self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U))
+        """`parts` from the merged projections on, which it may overwrite."""
+        return project_parts(self.o_proj, self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U), self.kernels)
 
     def fuses(self) -> bool:
         """Whether `add` can read these weights."""
@@ -240,7 +256,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         # Packed weights cannot be cut. Where half of the rows ask, one matmul costs less than two and their gathers.
         if rows_U is None or 2 * rows_U.shape[0] >= x.shape[0] or not _are_plain(self.qkv_proj):
-            return self._attend(self.qkv_proj(x), cos_R1D, sin_R1D, attend, rows_U)
+            return self._attend(project(self.qkv_proj, x, self.kernels), cos_R1D, sin_R1D, attend, rows_U)
         weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.heads * self.head_dim
         q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
         q_UA, kv_RA = F.linear(x[rows_U], weight[:size], q_bias), F.linear(x, weight[size:], kv_bias)
@@ -300,8 +316,8 @@ class DecoderLayer(nn.Module):
         """The stream after this layer [R, H]; with `rows_U`, that of these rows [U, H], as in `Attention`."""
         if self.fuses(x_RH):
             return self.fused(x_RH, cos_R1D, sin_R1D, attend, rows_U)
-        x_RH, delta_RH = self.parts(x_RH, self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend, rows_U)
-        return x_RH + delta_RH
+        x_RH, normed_RH = self._attended(x_RH, self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend, rows_U)
+        return x_RH + self.mlp(normed_RH)
 
     def fuses(self, x_RH: Tensor) -> bool:
         """Whether `fused` is the faster way for these rows."""
@@ -324,13 +340,48 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         rows_U: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The stream after attention, and what the feed-forward part adds to it: the next norm can do that itself.
+        """The stream after attention, and what the feed-forward part adds to it, for an `RMSNorm.add`.
 
         `normed_RH` is the input norm of the stream `x_RH`.
         """
-        attended_RH = self.self_attn(normed_RH, cos_R1D, sin_R1D, attend, rows_U)
-        x_RH, normed_RH = self.post_attention_layernorm.add(x_RH if rows_U is None else x_RH[rows_U], attended_RH)
-        return x_RH, self.mlp(normed_RH)
+        x_RH, normed_RH = self._attended(x_RH, normed_RH, cos_R1D, sin_R1D, attend, rows_U)
+        return x_RH, self.mlp.parts(normed_RH)
+
+    def _attended(
+        self,
+        x_RH: Tensor,
+        normed_RH: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        attend: Attend,
+        rows_U: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after attention, and its norm."""
+        attended = self.self_attn.parts(normed_RH, cos_R1D, sin_R1D, attend, rows_U)
+        return self.post_attention_layernorm.add(x_RH if rows_U is None else x_RH[rows_U], attended)
+
+
+def project(linear: nn.Module, x_RI: Tensor, kernels: str) -> Tensor:
+    """linear(x), in the form that is fastest for these rows."""
+    if streams(linear, x_RI, kernels):
+        return stream_linear(x_RI, linear.weight, linear.bias, backend=kernels)
+    return linear(x_RI)
+
+
+def project_parts(linear: nn.Module, x_RI: Tensor, kernels: str) -> Tensor:
+    """linear(x) for an `RMSNorm.add`: [R, O], or float32 parts of it [S, R, O], where that is faster."""
+    if streams(linear, x_RI, kernels, cut=True):
+        return linear_parts(x_RI, linear.weight, linear.bias, backend=kernels)
+    return linear(x_RI)
+
+
+def streams(linear: nn.Module, x_RI: Tensor, kernels: str, *, cut: bool = False) -> TypeGuard[nn.Linear]:
+    """Whether a layer of these few rows, on Triton, its weight not packed, is one for `stream_linear`."""
+    return (
+        use_triton_for_inference(kernels, x_RI.device)
+        and isinstance(linear, nn.Linear)
+        and prefers_stream(x_RI, linear.weight, cut=cut)
+    )
 
 
 def _are_plain(*linears: nn.Module) -> bool:
@@ -338,11 +389,16 @@ def _are_plain(*linears: nn.Module) -> bool:
     return all(isinstance(linear, nn.Linear) for linear in linears)
 
 
+@runtime_checkable
+class _Choosable(Protocol):
+    kernels: str
+
+
 def use_kernels(module: nn.Module, kernels: str) -> None:
-    """Choose the form of every norm, rotation and gate below `module`: "torch", as they are made, "triton" or "auto".
+    """Choose the form of all parts below `module` that have several: "torch", as they are made, "triton" or "auto".
 
     The Triton forms have no gradients.
     """
     for part in module.modules():
-        if isinstance(part, RMSNorm | Rope | SwiGLU | Attention):
+        if isinstance(part, _Choosable):
             part.kernels = kernels

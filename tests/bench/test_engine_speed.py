@@ -146,7 +146,7 @@ def test_a_row_of_windows_and_a_profile():
     assert (row.ms_per_step, row.ms_per_step_lowest, row.ms_per_step_highest) == (5.0, 4.0, 9.0)
     assert row.tokens_per_second == pytest.approx(3.94 * 2 / 0.005)
     assert (row.acceptance_length_measured, row.steps, row.gpu_busy_ms) == (3.5, 30, None)
-    engine.profiles[2] = summarise([Event("gemm", 0, 8000, "kernel")], steps=4)
+    engine.profiles[2] = (summarise([Event("gemm", 0, 8000, "kernel")], steps=4), engine.windows[2][0])
     assert _row(engine, 2, 1e9, torch.bfloat16).gpu_busy_share == 0.4
     real = Engine(Setup("tiny", P_EAGLE, 7, "real"), llm, lambda _: [], {2: windows})
     assert _row(real, 2, 1e9, torch.bfloat16).acceptance_length == 3.5
