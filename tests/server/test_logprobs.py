@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.engine.outputs import Logprobs, ScoredToken
+from peagle.engine.text import MeasuredStream
 from peagle.sampling import SamplingParams
 from peagle.server.app import make_app
 from peagle.server.engine_thread import Delta
@@ -61,6 +62,16 @@ def sentence_pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def test_pieces_of_a_character_are_shown_together():
+    tokenizer = byte_level()
+    stream, shown = MeasuredStream(tokenizer, ()), []
+    for token in tokenizer.encode("a鷲é"):
+        stream.push(token)
+        shown.append((stream.take(), stream.num_shown))
+    assert shown == [("a", 1), ("", 1), ("", 1), ("鷲", 4), ("", 4), ("é", 6)]
+    assert stream.ends == [1, 1, 1, 2, 2, 3]
+
+
 class TestTokenNames:
     @pytest.mark.parametrize("make", [byte_level, sentence_pieces])
     @pytest.mark.parametrize("text", ["ab", "a ba  b", "naïve – 東🦅!", "a\n\t\x00\x7f\xa0\xadb", "hehe<end>a"])
@@ -102,6 +113,10 @@ def content_of(chunks) -> list:
     return [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
 
 
+def word_id(served, word: str) -> int:
+    return served.llm.tokenizer.convert_tokens_to_ids(word)
+
+
 def test_chat(client, served):
     asked = dict(model="tiny", messages=HELLO, max_tokens=30, seed=1, temperature=0.7, extra_body={"ignore_eos": True})
     bare = client.chat.completions.create(**asked)
@@ -110,7 +125,7 @@ def test_chat(client, served):
     assert whole.choices[0].message == bare.choices[0].message
     content = whole.choices[0].logprobs.content
     assert len(content) == whole.usage.completion_tokens == 30
-    words = [served.llm.tokenizer.decode(served.llm.tokenizer.convert_tokens_to_ids([e.token])) for e in content]
+    words = [served.llm.tokenizer.decode([word_id(served, entry.token)]) for entry in content]
     assert "".join(e.token for e in content if e.token not in ("<s>", "</s>")) == whole.choices[0].message.content
     for entry, word in zip(content, words, strict=True):
         assert bytes(entry.bytes).decode() == entry.token == word
@@ -123,10 +138,10 @@ def test_chat(client, served):
     own = client.chat.completions.create(**asked, logprobs=True)
     assert [entry.logprob for entry in own.choices[0].logprobs.content] == [entry.logprob for entry in content]
     assert own.choices[0].logprobs.content[0].top_logprobs == []
-    with client.chat.completions.stream(**asked, logprobs=True, top_logprobs=3) as stream:
-        with pytest.raises(Exception, match="length"):  # the helper's word for an answer cut by its length
-            stream.until_done()
-            stream.get_final_completion()
+    ended = {**asked, "extra_body": {"stop_token_ids": [word_id(served, content[8].token)], "ignore_eos": True}}
+    with client.chat.completions.stream(**ended, logprobs=True, top_logprobs=3) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert [entry.logprob for entry in final.logprobs.content] == [e.logprob for e in content[:9]]
 
 
 def test_every_chunk_has_the_tokens_of_its_text(client, served):
@@ -173,12 +188,14 @@ def test_completions(client, prompt, echo: bool):
     assert sum(len(c.logprobs.tokens) for c in whole.choices) == in_prompts + whole.usage.completion_tokens
     for choice in whole.choices:
         told = choice.logprobs
-        assert streamed[choice.index].pop("text") and streamed[choice.index] == told.model_dump()
+        assert "".join(streamed[choice.index].pop("text")) == choice.text
+        assert streamed[choice.index] == told.model_dump()
         assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
         for i, (token, own, top) in enumerate(zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True)):
             assert choice.text[told.text_offset[i] :].startswith(token) or token == "</s>" or "q" in token
             if i == 0 and echo:
-                assert own is None and top is None
+                assert own is None
+                assert top is None
                 continue
             assert top[token] == own
             assert 2 <= len(top) <= 3
@@ -191,9 +208,11 @@ def test_they_are_the_engines(client, served):
     served.engine.submit(served.engine.make_request("hello", params), reader)
     output = reader.finish()
     check_all([output], [params])
-    told = client.completions.create(
-        model="tiny", prompt="hello", max_tokens=6, temperature=0, logprobs=1, echo=True
-    ).choices[0].logprobs
+    told = (
+        client.completions.create(model="tiny", prompt="hello", max_tokens=6, temperature=0, logprobs=1, echo=True)
+        .choices[0]
+        .logprobs
+    )
     expected = [*(t.logprob for t in output.prompt_logprobs), *(t.logprob for t in output.logprobs)]
     assert told.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
 
