@@ -219,6 +219,7 @@ class ServeConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    page: bool = True
 
     def __post_init__(self) -> None:
         _check_between(self, 0, 65535, "port")

@@ -94,6 +94,7 @@ SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ssl_certfile": "Certificate for HTTPS.",
             "ssl_keyfile": "Key of that certificate, if it is in a file of its own.",
             "allowed_origins": "Origins of web pages that may use the server, * for all (default: none).",
+            "page": "Serve a page to chat with at /.",
         },
     }
 )

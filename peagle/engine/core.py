@@ -100,7 +100,7 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Launch the next passes and read those that are due; the requests that got tokens, finished ones included."""
         with self._on_device():
-            num_drafts = self.policy.choose(len(self.scheduler.running))
+            num_drafts = self._num_drafts()
             advanced: list[Request] = []
             schedule = self.scheduler.schedule(num_drafts, self.policy.max_drafts)
             if schedule.must_drain:
@@ -110,6 +110,13 @@ class EngineCore:
             self._launch(schedule, num_drafts)
             is_idle = not (schedule.chunks or schedule.decodes)
             return advanced + self._read(self._step - (0 if is_idle else self._steps_ahead))
+
+    def _num_drafts(self) -> int:
+        """K of the next step. A batch drafts together, so who wants no drafts gets none only when running alone."""
+        running = self.scheduler.running
+        if len(running) == 1 and not running[0].wants_drafts:
+            return 0
+        return self.policy.choose(len(running))
 
     @torch.inference_mode()
     def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:

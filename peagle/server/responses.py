@@ -17,6 +17,7 @@ from peagle.engine.request import Request, RequestOutput
 from peagle.server.answers import Answers
 from peagle.server.errors import ClientGone, api_error
 from peagle.server.logprobs import Echo, TokenNames
+from peagle.server.trace import Trace
 
 DONE = "data: [DONE]\n\n"
 
@@ -68,8 +69,9 @@ class Reply:
             "peagle": speculation([o.stats for o in outputs]),
         }  # fmt: skip
 
-    async def events(self, answers: Answers) -> AsyncIterator[str]:
-        """The chunks of a stream; an error on the way becomes the last one."""
+    async def events(self, answers: Answers, traces: Sequence[Trace] = ()) -> AsyncIterator[str]:
+        """The chunks of a stream; an error on the way becomes the last one. `traces`, one for each answer, add to every
+        chunk where its tokens came from."""
         num_tokens = 0
         try:
             for index, echo in enumerate(self.echoes):
@@ -83,11 +85,12 @@ class Reply:
                     # As long as the prompt, and as much more as there are log-probabilities: others are not to wait.
                     yield await asyncio.to_thread(self._scored_echo, index, delta.prompt_logprobs)
                 scored = self._behind_echo(index, delta.scored)
+                about: dict[str, Any] = {"tokens": traces[index].tokens(delta)} if traces else {}
+                reason = None
                 if delta.output is not None:
-                    about = {"peagle": speculation([delta.output.stats])}
-                    yield self._chunk(index, self.form.piece(delta.text), delta.output.finish_reason, scored, about)
-                elif delta.text or scored:
-                    yield self._chunk(index, self.form.piece(delta.text), None, scored)
+                    about, reason = speculation([delta.output.stats]) | about, delta.output.finish_reason
+                if delta.text or scored or about:
+                    yield self._chunk(index, self.form.piece(delta.text), reason, scored, about and {"peagle": about})
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:
@@ -144,10 +147,10 @@ class Reply:
 class EventStream(StreamingResponse):
     """A stream of events that closes its answers however it ends."""
 
-    def __init__(self, reply: Reply, answers: Answers) -> None:
+    def __init__(self, reply: Reply, answers: Answers, traces: Sequence[Trace]) -> None:
         # Proxies that hold back what they could send would undo the streaming.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(reply.events(answers), media_type="text/event-stream", headers=headers)
+        super().__init__(reply.events(answers, traces), media_type="text/event-stream", headers=headers)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

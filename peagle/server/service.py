@@ -23,6 +23,7 @@ from peagle.server.errors import ApiError
 from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.protocol import GenerationBody
 from peagle.server.responses import EventStream, Form, Reply
+from peagle.server.trace import Trace
 
 T = TypeVar("T")
 
@@ -84,7 +85,9 @@ class Service:
                 self.check_length(prompt)
             if len(each) > 1 and isinstance(prompt, str):
                 prompt = encode(self.llm.tokenizer, prompt)  # once for all
-            made += [self.engine.make_request(prompt, params, index=number) for params in each]
+            made += [
+                self.engine.make_request(prompt, params, index=number, wants_drafts=body.wants_drafts) for params in each
+            ]
         return made
 
     def check_length(self, text: str) -> None:
@@ -112,7 +115,8 @@ class Service:
         reply = Reply(form, self.name, requests, body.choices, echoes, body.wants_usage, self.names)
         answers = Answers(self.engine, requests, reply.id, http.receive, self.config.request_timeout)
         if body.stream:
-            return EventStream(reply, answers)
+            traces = [Trace(self.llm.tokenizer) for _ in requests] if body.wants_trace else []
+            return EventStream(reply, answers, traces)
         outputs = await answers.outputs()
         if any(request.logprobs is not None for request in requests):  # long to write: others are not to wait
             return await asyncio.to_thread(lambda: JSONResponse(reply.whole(outputs)))
