@@ -105,6 +105,7 @@ class _Live:
             request_id=self.request_id or str(request.arrival),
             num_prompt=len(request.prompt_ids),
             num_output=len(request.output_ids),
+            max_output=request.max_tokens,
             finish_reason=request.finish_reason or "abort",
             queued=request.started - at if request.started else None,
             first_token=None if self.first_token is None else self.first_token - at,
@@ -145,7 +146,7 @@ class EngineThread:
 
         self._making = threading.Lock()
         if observer is not None:
-            observer.watch(self.snapshot)
+            observer.watch(self.snapshot, llm.core.scheduler.pool)
 
     def start(self) -> None:
         """Begin: warm up, then serve. Returns at once; requests may be submitted before `is_ready`."""
@@ -285,7 +286,7 @@ class EngineThread:
 
     def _step(self) -> None:
         """One step of the engine. All counts are up to date before anyone hears of it."""
-        advanced = self._core.step()
+        advanced, num_before = self._core.step(), self._prompt_tokens + self._generated
         now, gaps = time.perf_counter(), []
         for request in advanced:
             live = self._live.get(request)
@@ -295,7 +296,7 @@ class EngineThread:
                 gaps.append(now - live.last_token)
             self._untold.append((live, self._advance(live, now)))
         if self._observer is not None:
-            self._observer.record_gaps(gaps)
+            self._observer.record_step(gaps, self._prompt_tokens + self._generated - num_before)
         self._publish(after_step=True)
         self._activity.step(now, self._snapshot)
         self._tell()
@@ -374,6 +375,8 @@ class EngineThread:
             num_waiting=len(scheduler.waiting),
             kv_usage=scheduler.pool.usage,
             preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
             tokens_generated=self._generated,
             rounds=at_least[0],
