@@ -114,7 +114,7 @@ class EngineCore:
     def _num_drafts(self) -> int:
         """K of the next step. A batch drafts together, so who wants no drafts gets none only when running alone."""
         running = self.scheduler.running
-        if len(running) == 1 and not running[0].wants_drafts:
+        if len(running) == 1 and not running[0].params.drafts:
             return 0
         return self.policy.choose(len(running))
 

@@ -54,7 +54,6 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # the smaller of params.max_tokens and what the context length leaves
     stream: TextStream | None = None
-    wants_drafts: bool = True  # False: none in steps that it has to itself
     arrival: int = -1  # -1: not queued yet
     slot: int = -1  # -1: none
     blocks: list[int] = field(default_factory=list)

@@ -17,14 +17,14 @@ class Snapshot:
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of the KV cache that requests hold, in [0, 1]
     preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache
-    prefix_hits: int = 0  # and those that were found
     prompt_tokens: int = 0  # of requests that got their first token
     tokens_generated: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: int = 0  # and those that were found
 
     def stats_since(self, before: "Snapshot") -> AcceptanceStats:
         """What the rounds between two moments accepted."""

@@ -267,11 +267,18 @@ class EngineThread:
                 self._core.run_padding(size, num_drafts, SamplingMode(drawn=True))
                 if self._deadline is not None:
                     return
+            self._warm_up_page()
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
         self._core.add(self.make_request([0], params))
         while self._core.has_work:
             self._core.step()
         _log.info("the engine is ready, after a warm-up of %.1f s", time.perf_counter() - began)
+
+    def _warm_up_page(self) -> None:
+        """The steps of one request alone that is traced, with drafts and without, as the page asks for them."""
+        for num_drafts in {0, self._core.policy.max_drafts}:
+            for drawn in (False, True):
+                self._core.run_padding(1, num_drafts, SamplingMode(drawn=drawn, shows_drafts=True))
 
     def _take_calls(self) -> bool:
         """Wait until there is something to do and run what the inbox holds; False when it is time to end."""

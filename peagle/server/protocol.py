@@ -137,7 +137,8 @@ class GenerationBody(Body):
         """How answer number `choice` of a prompt is sampled; `max_tokens` if the body does not say."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed + choice
-        return SamplingParams(**({"max_tokens": max_tokens} | given), seed=seed, **self.scores())
+        shown = {"show_drafts": self.wants_trace, "drafts": self.wants_drafts, **self.scores()}
+        return SamplingParams(**({"max_tokens": max_tokens} | given | shown), seed=seed)
 
     def scores(self) -> dict[str, Any]:
         """Which log-probabilities are asked for, in the words of `SamplingParams`."""

@@ -85,9 +85,7 @@ class Service:
                 self.check_length(prompt)
             if len(each) > 1 and isinstance(prompt, str):
                 prompt = encode(self.llm.tokenizer, prompt)  # once for all
-            made += [
-                self.engine.make_request(prompt, params, index=number, wants_drafts=body.wants_drafts) for params in each
-            ]
+            made += [self.engine.make_request(prompt, params, index=number) for params in each]
         return made
 
     def check_length(self, text: str) -> None:

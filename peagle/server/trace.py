@@ -1,8 +1,8 @@
 """Where each token of an answer came from: the drafter, or the target itself. For the page, and for whoever asks."""
 
-from collections.abc import Sequence
 from typing import Any
 
+from peagle.engine.outputs import ShownRound
 from peagle.engine.text import TextStream
 from peagle.server.engine_thread import Delta
 
@@ -23,11 +23,10 @@ class Trace:
     def tokens(self, delta: Delta) -> list[dict[str, Any]]:
         """The new tokens of a delta. A token that ends in half a character has the text that is whole by then."""
         marks: dict[int, dict[str, Any]] = {}
-        for first, accepted in delta.rounds:
-            drafts: list[int] = []
-            for position in range(1, accepted + 1):
-                marks[first + position - 1] = {"kind": "accepted", "position": position}
-            marks[first + accepted] = self._own(accepted, drafts)
+        for shown in delta.trace:
+            for position in range(1, shown.accepted + 1):
+                marks[shown.first_index + position - 1] = {"kind": "accepted", "position": position}
+            marks[shown.first_index + shown.accepted] = self._own(shown)
         told = []
         for token_id in delta.token_ids:
             self._text.push(token_id)
@@ -36,10 +35,10 @@ class Trace:
             self._count += 1
         return told
 
-    def _own(self, accepted: int, drafts: Sequence[int]) -> dict[str, Any]:
+    def _own(self, shown: ShownRound) -> dict[str, Any]:
         """What is said of the token that the target added to a round."""
-        rejected = drafts[accepted:]
+        rejected = shown.drafts[shown.accepted :]
         if not rejected:
             return {"kind": "bonus"}
         texts = [{"id": token_id, "text": str(self._tokenizer.decode([token_id]))} for token_id in rejected]
-        return {"kind": "corrected", "position": accepted + 1, "rejected": texts}
+        return {"kind": "corrected", "position": shown.accepted + 1, "rejected": texts}
