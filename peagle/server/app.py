@@ -37,7 +37,7 @@ def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metr
     if metrics is not None:
         app.include_router(_metrics(metrics))
     add_error_handlers(app)
-    app.add_middleware(Guard, api_key=config.api_key)
+    app.add_middleware(Guard, api_key=config.api_key, host=config.host, allowed_origins=config.allowed_origins)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -10,9 +10,10 @@ from peagle.server.engine_thread import Delta
 class Trace:
     """The tokens of one growing answer as they are told to a client, with what the verification made of them.
 
-    `kind` is "accepted" for a draft that was kept; the others are the target's own: "corrected" in place of a draft that
-    it rejected, "bonus" after a round whose drafts were all kept, "plain" where nothing was drafted. `position` counts
-    the drafts of a round from 1: that of the draft that was kept, or of the one that was rejected.
+    `kind` is "accepted" for a draft that was kept; the others are the target's own: "corrected" in place of a draft
+    that it rejected, "bonus" after a round whose drafts were all kept, "plain" where nothing was drafted. `position`
+    counts the drafts of a round from 1: that of the draft that was kept, or of the first that was not. `rejected` is
+    that one and those after it.
     """
 
     def __init__(self, tokenizer: Any) -> None:

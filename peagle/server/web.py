@@ -43,6 +43,6 @@ def page() -> APIRouter:
 
 
 def _add(router: APIRouter, path: str, content: bytes, kind: str) -> None:
-    @router.api_route(path, methods=["GET", "HEAD"])
+    @router.get(path)
     async def _() -> Response:
         return Response(content, media_type=kind, headers=dict(HEADERS))
