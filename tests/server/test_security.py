@@ -220,7 +220,7 @@ def test_only_the_pages_files_are_served(client, path):
         "{{ '%s' % (1, 2) }}",
         "{{ 1 / 0 }}",
         "{{ messages[99].content }}",
-        "{{ messages | attr('__class__') }}",
+        "{{ (messages | attr('__class__')).__base__ }}",
         "{{ 'x'.nothing.more }}",
     ],
 )
@@ -228,12 +228,8 @@ def test_a_hostile_template_gets_nowhere(template, tmp_path):
     tokenizer, made = tiny_tokenizer(), tmp_path / "made"
     tokenizer.chat_template = template.replace("PATH", str(made))
     messages = [{"role": "user", "content": "hello"}]
-    try:
-        text = render_chat(tokenizer, messages, add_generation_prompt=True)
-    except PeagleError as error:
-        assert "chat template" in str(error)
-    else:  # `attr` gives an undefined value, which is empty text
-        assert "class" not in text
+    with pytest.raises(PeagleError, match="the chat template refused"):
+        render_chat(tokenizer, messages, add_generation_prompt=True)
     assert not made.exists()
     assert messages == [{"role": "user", "content": "hello"}]
 

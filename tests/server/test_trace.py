@@ -1,10 +1,11 @@
 """Where tokens came from, as a stream tells it, and requests that want no drafts."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fastapi.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from peagle.config import ServeConfig
 from peagle.engine.outputs import ShownRound
@@ -104,6 +105,19 @@ def test_what_is_refused(client, wrong):
 
 
 def test_half_characters_wait_in_the_trace():
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bytes_alone = Tokenizer(models.BPE(letters, []))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone)
+    ids = tokenizer.encode("aé🙂b")
+    assert len(ids) == 8
+    trace = Trace(tokenizer)
+    told = [token["text"] for i in ids for token in trace.tokens(Delta("", [i], None))]
+    assert told == ["a", "", "é", "", "", "", "🙂", "b"]
+
+
+def test_rounds_are_laid_over_tokens():
     tokenizer = tiny_tokenizer()
     trace = Trace(tokenizer)
     shown = ShownRound(first_index=1, drafts=[5, 6], accepted=1, token=7)
@@ -155,4 +169,3 @@ def test_one_that_loses_its_company_goes_on_without(client):
         plain = pool.submit(post, client, COMPLETIONS, **body, peagle={"drafts": False}).result()
     texts = {"".join(e["choices"][0]["text"] for e in chunks(answer.result())) for answer in some}
     assert texts == {"".join(e["choices"][0]["text"] for e in chunks(plain))}
-    json.dumps(chunks(plain)[-1]["peagle"])
