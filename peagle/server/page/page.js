@@ -9,8 +9,10 @@ const tip = new Tip(at("about"));
 let messages = []; // the conversation, as the API takes it
 let last = null; // what can be measured again: {body, answer}
 let running = null; // the AbortController of the answer under way
+let numSaid = 0;
 
 function say(text, isError = false) {
+  numSaid += 1;
   at("status").textContent = text;
   at("status").classList.toggle("error", isError);
 }
@@ -122,21 +124,24 @@ async function measure() {
   say(`measured: ${same} as with drafts, ${figure(answer.speed, 1)} tokens/s without`);
 }
 
+/** Say which model is here, or that it wants a key, unless there has been other news by then. */
 async function greet() {
+  const before = numSaid;
+  const sayIfQuiet = (text, isError) => { if (numSaid === before) say(text, isError); };
   const key = at("key").value;
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   try {
     const response = await fetch("v1/models", { headers });
     if (response.status === 401) {
       at("settings").open = true;
-      say("this server wants an API key: enter it in the settings");
+      sayIfQuiet("this server wants an API key: enter it in the settings");
     } else if (response.ok) {
       const model = (await response.json()).data[0];
       at("model").textContent = `${model.id}, context ${model.max_model_len} tokens`;
-      say("");
+      sayIfQuiet("");
     }
   } catch {
-    say("the server does not answer", true);
+    sayIfQuiet("the server does not answer", true);
   }
 }
 
