@@ -201,6 +201,17 @@ def test_only_the_pages_files_are_served(client, path):
     assert client.get(path).status_code == 404
 
 
+def test_no_text_of_a_request_is_in_the_log(client, caplog):
+    caplog.set_level("DEBUG", logger="peagle")
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "seed": 1}
+    answer = client.post(CHAT, json=body, headers={"authorization": "Bearer a-secret"}).json()
+    client.post(CHAT, json={**body, "no-such-field": "hello"})
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("peagle")]
+    assert len([line for line in lines if line.startswith("request id=chatcmpl-")]) == 1
+    for text in ("hello", answer["choices"][0]["message"]["content"], "a-secret"):
+        assert not any(text in line for line in lines)
+
+
 # Templates and code
 
 
