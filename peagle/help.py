@@ -94,6 +94,9 @@ SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ssl_certfile": "Certificate for HTTPS.",
             "ssl_keyfile": "Key of that certificate, if it is in a file of its own.",
             "allowed_origins": "Origins of web pages that may use the server, * for all (default: none).",
+            "page": "Serve a page to chat with at /.",
+            "log_level": "debug, info (a line per request, and one of throughput), warning or error.",
+            "trust_remote_code": "Accepted and said to be without effect: no code that comes with a model is ever run.",
         },
     }
 )
