@@ -18,7 +18,7 @@ from torch import Tensor
 from peagle.kernels.moe import ExpertWeights
 
 _PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
-_ROUTED_ROWS = 128  # of one turn of the router
+_ROUTED = 4096  # logits of one turn of the router
 _COMBINED = 1024  # columns of a program that adds up
 
 
@@ -163,7 +163,7 @@ def moe_triton(
     with torch.cuda.device_of(x_RH):
         _route[(num_experts,)](
             pairs_ER, counts_E, shares_P, logits_RE, rows, logits_RE.stride(0), EXPERTS=num_experts, WIDTH=width,
-            TOP_K=top_k, ROWS=min(triton.next_power_of_2(rows), _ROUTED_ROWS),
+            TOP_K=top_k, ROWS=max(min(triton.next_power_of_2(rows), _ROUTED // width), 16),
         )  # fmt: skip
         lists = (pairs_ER, counts_E)
         gated_PF = _grouped(x_RH, experts.gate_up_EHJ, experts.gate_up_bias_EJ, *lists, top_k, (alpha, limit))
