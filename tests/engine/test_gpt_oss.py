@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.config import EngineConfig
 from peagle.drafters.init import new_drafter
-from peagle.engine.engine import LLM, EngineConfig
+from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec, YarnScaling
@@ -91,7 +92,7 @@ def test_interpreted_kernels_change_nothing():
 @pytest.mark.parametrize("parallel", [True, False])
 def test_graphs_and_speculation_change_nothing_on_gpu(parallel: bool):
     params = sampled(0.0)
-    plain = llm(device="cuda", kernels="torch", attention="torch", graphs=False)
+    plain = llm()
     plain.set_speculation(False)
     expected = plain.generate(PROMPTS, params)
     drafting = llm(device="cuda", parallel=parallel)
