@@ -1,7 +1,8 @@
-"""The target model: a pre-norm decoder of the Llama, Qwen2 and dense Qwen3 families over flat rows.
+"""The target model: a pre-norm decoder of the Llama, Qwen2, dense Qwen3 and gpt-oss families over flat rows.
 
 No cache, no batch dimension, no sampling: rows of any number of sequences go in side by side, and the `attend` that is
-passed in decides which of them see each other. Serving, training and tests differ only in that function.
+passed in decides which of them see each other. Serving, training and tests differ only in that function. Where a spec
+has sliding windows or attention sinks, they are the `attend`'s to apply.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, project
+from peagle.models.moe import MoE
 from peagle.models.spec import ModelSpec
 
 
@@ -26,7 +28,8 @@ class TargetModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(
                 i, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.rms_norm_eps,
-                qkv_bias=s.qkv_bias, o_bias=s.o_bias, mlp_bias=s.mlp_bias, qk_norm=s.qk_norm,
+                qkv_bias=s.qkv_bias, o_bias=s.o_bias, mlp_bias=s.mlp_bias, qk_norm=s.qk_norm, sinks=s.sinks,
+                mlp=None if s.moe is None else MoE(s.hidden_size, s.intermediate_size, s.moe),
             )
             for i in range(s.num_layers)
         )  # fmt: skip
@@ -63,6 +66,11 @@ class TargetModel(nn.Module):
         streams[len(layers)] = x_RH
         taps_RC = torch.cat([streams[k] for k in tap_ids], dim=-1) if tap_ids else None
         return normed_RH, taps_RC
+
+    @property
+    def sinks(self) -> tuple[Tensor | None, ...]:
+        """Each layer's attention sinks [N], which the `attend` has to count in."""
+        return tuple(layer.self_attn.sinks for layer in self.layers if isinstance(layer, DecoderLayer))
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits over the vocabulary, [R, V], of final-normed hidden states."""

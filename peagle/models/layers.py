@@ -42,11 +42,16 @@ class CachedAttend(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding. `scaling` is None or the `llama3` rule's four numbers."""
+    """Rotary embedding. `scaling` is None or the numbers of the `llama3` or the `yarn` rule."""
 
     theta: float
     head_dim: int
-    scaling: "Llama3Scaling | None" = None
+    scaling: "Llama3Scaling | YarnScaling | None" = None
+
+    @property
+    def table_scale(self) -> float:
+        """What cos and sin are multiplied by: YaRN sharpens attention that way."""
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +64,18 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YarnScaling:
+    """YaRN's context extension (HF `rope_type: yarn`). `truncate` rounds the borders of the blend to whole pairs."""
+
+    factor: float
+    beta_fast: float  # pairs with more full rotations within the original context are kept
+    beta_slow: float  # those with fewer are stretched
+    original_max_position_embeddings: int
+    attention_factor: float
+    truncate: bool
+
+
 def rope_inverse_frequencies(spec: RopeSpec) -> Tensor:
     """Per-pair angular frequencies, float32 [D/2]."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
@@ -66,11 +83,27 @@ def rope_inverse_frequencies(spec: RopeSpec) -> Tensor:
     if spec.scaling is None:
         return inv_freq
     s = spec.scaling
+    if isinstance(s, YarnScaling):
+        blend = _yarn_blend(spec, s)
+        return (1 - blend) / (s.factor * spec.theta**exponents) + blend * inv_freq
     wavelength = 2 * math.pi / inv_freq
     turns = s.original_max_position_embeddings / wavelength  # full rotations within the original context
     # 0 keeps only the stretched frequency, 1 only the original, in between a linear blend.
     blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - blend) * inv_freq / s.factor + blend * inv_freq
+
+
+def _yarn_blend(spec: RopeSpec, s: YarnScaling) -> Tensor:
+    """Of each pair: 1 keeps the original frequency, 0 only the stretched, in between linear in the pair's index."""
+    whole = s.original_max_position_embeddings / (2 * math.pi)
+    low, high = (
+        spec.head_dim * math.log(whole / turns) / (2 * math.log(spec.theta)) for turns in (s.beta_fast, s.beta_slow)
+    )
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+    return 1 - ((pairs - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
 
 
 class Rope(nn.Module):
@@ -89,7 +122,7 @@ class Rope(nn.Module):
 
     def forward(self, positions_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each [R, 1, D] in `dtype`, as `rope_tables` lays them out."""
-        return rope_tables(positions_R, self.inv_freq, dtype, backend=self.kernels)
+        return rope_tables(positions_R, self.inv_freq, dtype, self.spec.table_scale, backend=self.kernels)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         """Behind `.to()` and `.to_empty()`: follow the device, keep the dtype, get values when leaving meta."""
@@ -127,10 +160,26 @@ class MergedLinear(nn.Linear):
         self.splits = tuple(splits)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+class FeedForward(nn.Module):
+    """The second half of a decoder layer: rows in, what they add to the stream out."""
 
     kernels: str = "torch"
+
+    def parts(self, x: Tensor) -> Tensor:
+        """This layer of x for an `RMSNorm.add`."""
+        return self(x)
+
+    def fuses(self, x_RH: Tensor) -> bool:  # noqa: ARG002
+        """Whether `add` is the faster way for these rows."""
+        return False
+
+    def add(self, x_RH: Tensor, norm: RMSNorm) -> Tensor:
+        """x plus this layer of norm(x)."""
+        return x_RH + self(norm(x_RH))
+
+
+class SwiGLU(FeedForward):
+    """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, intermediate: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -167,7 +216,8 @@ class SwiGLU(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention around an `Attend`: projections, head norms and RoPE here, the visibility rule outside.
 
-    With `head_norm_eps`, each query and key head passes through an RMSNorm before RoPE (Qwen3).
+    With `head_norm_eps`, each query and key head passes through an RMSNorm before RoPE (Qwen3). `sinks` are learned
+    logits, one per head, that take their share of the softmax (gpt-oss): whoever attends has to count them in.
     """
 
     kernels: str = "torch"
@@ -184,6 +234,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         o_bias: bool = False,
         head_norm_eps: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
@@ -192,6 +243,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, out_features, bias=o_bias)
         self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
         self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
+        self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
 
     def forward(
         self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
@@ -284,7 +336,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer layer: x + attention(norm(x)), then + mlp(norm(.))."""
+    """Pre-norm transformer layer: x + attention(norm(x)), then + mlp(norm(.)); `mlp` None is a SwiGLU."""
 
     def __init__(
         self,
@@ -300,15 +352,17 @@ class DecoderLayer(nn.Module):
         o_bias: bool = False,
         mlp_bias: bool = False,
         qk_norm: bool = False,
+        sinks: bool = False,
+        mlp: FeedForward | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = Attention(
             layer, hidden, hidden, heads, kv_heads, head_dim,
-            qkv_bias=qkv_bias, o_bias=o_bias, head_norm_eps=eps if qk_norm else None,
+            qkv_bias=qkv_bias, o_bias=o_bias, head_norm_eps=eps if qk_norm else None, sinks=sinks,
         )  # fmt: skip
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = SwiGLU(hidden, intermediate, bias=mlp_bias)
+        self.mlp: FeedForward = SwiGLU(hidden, intermediate, bias=mlp_bias) if mlp is None else mlp
 
     def forward(
         self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
