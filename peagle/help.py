@@ -62,6 +62,12 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle bench serve --dataset-name custom --dataset-path humaneval.jsonl --custom-output-len 2048 "
             "--request-rate 4 --goodput 'ttft:500 tpot:20' --save-result",
         ),
+        "bench sweep": _examples(
+            "peagle bench sweep smollm2-135m --out sweep-me.json",
+            "peagle bench sweep org/model --head my-head --eagle3-head other-head --datasets mt-bench,mine.jsonl "
+            "--k 3,5,7 --concurrency 1,8,64 --prompts-per-client 4 --out sweep-me.json",
+            "peagle bench sweep org/model --head my-head --methods p-eagle,none --seconds 600 --out s.json --resume",
+        ),
         "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
     }
 )

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from peagle.bench.markdown import markdown_table
+from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.errors import PeagleError
 
 Json = Mapping[str, Any]
@@ -17,12 +19,6 @@ def render_block(name: str, result: Json | None) -> str:
         if name.startswith(prefix):
             return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
     raise PeagleError(f"no table is known for the result {name!r}: names start with {', '.join(_TABLES)}")
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is right-aligned."""
-    ruler = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
 
 
 def _acceptance(rows: Sequence[Json]) -> str:
@@ -293,6 +289,8 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "peer-vllm-": _engine_speed,  # before any shorter beginning
         "profile-": _profile,
         "peer-": _peer,
+        "sweep-": sweep_tables,
+        "announcement-": announcement_tables,
     }
 )
 

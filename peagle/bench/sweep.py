@@ -1,0 +1,247 @@
+"""`peagle bench sweep`: methods x K x concurrency over prompt sets; every run is kept as soon as it is there."""
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import peagle
+from peagle.bench.closed_loop import Run
+from peagle.bench.datasets import PromptRow, read_prompts
+from peagle.bench.report import provenance, write_result
+from peagle.bench.settings import NAMED_SETS
+from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, setups_of
+from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
+from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
+from peagle.bench.sweep_source import EngineSource, Source
+from peagle.bench.sweep_tables import sweep_tables
+from peagle.errors import PeagleError
+from peagle.files import write_atomic
+
+DEFINITIONS = {
+    "tokens_per_second": "output tokens / seconds from the first request to the last token, prompts included",
+    "acceptance_length": "1 + accepted drafts / rounds",
+    "intervals": "95 %, by drawing prompts anew; speed-ups over the same prompts on both sides",
+    "load": "a closed loop: as one request ends the next is sent",
+}
+
+
+def run_sweep(
+    model: str, heads: Mapping[str, Path | str], config: SweepConfig, out: Path, console: Console, *, resume: bool
+) -> bool:
+    """Measure with engines of this process and write everything beside `out`; whether the sweep is complete.
+
+    `heads` by method. Raises PeagleError before anything is loaded for what cannot be measured; after a Ctrl-C the
+    results so far are written, and KeyboardInterrupt goes on.
+    """
+    begin = time.perf_counter()
+    methods = choose_methods(config, heads)
+    check_out(out, resume=resume)
+    sets = read_sets(config.datasets, config.seed)
+    used = {method: heads[method] for method in methods if method != PLAIN}
+    console.print(f"loading {model}", markup=False, highlight=False)
+    source = EngineSource.load(model, used, sets, config, plain=PLAIN in methods)
+    setting = {
+        "target": source.target.name,
+        "datasets": list(sets),
+        "heads": {method: Path(head).name for method, head in used.items()},
+        "prompts_sha256": {name: _digest(rows) for name, rows in sets.items()},
+        "source": "engines of one process that share the target",
+    }
+    sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
+    return sweep.measure(list(sets), setups_of(methods, config.k))
+
+
+class Sweep:
+    """All runs of a sweep: the clock, the results so far and the files they go to."""
+
+    def __init__(
+        self, source: Source, config: SweepConfig, out: Path, setting: Mapping[str, Any], console: Console,
+        *, begin: float, resume: bool,
+    ) -> None:  # fmt: skip
+        """`setting` says what is measured beside `config`; `begin` is since when the time counts."""
+        self._source, self._config, self._out, self._console = source, config, out, console
+        self._setting, self._begin = setting, begin
+        self.results = Results()
+        decisive = {k: v for k, v in asdict(config).items() if k not in ("datasets", "methods", "k", "concurrency")}
+        decisive = {k: v for k, v in decisive.items() if k not in ("repeats", "seconds")}
+        where = {key: provenance()[part][key] for part, key in (("machine", "gpu"), ("versions", "torch"))}
+        self._file = RunFile.beside(out, fingerprint({**setting, **decisive, **where}))
+        if resume:
+            for repeat, cell, run in self._file.read():
+                self.results.add(repeat, cell, run)
+        elif self._file.path.exists():
+            self._file.path.unlink()  # of a sweep that died before its first result
+
+    def measure(self, datasets: Sequence[str], setups: Sequence[Setup]) -> bool:
+        """Measure what is not there yet, as far as the time goes; write tables, plots and K tables. Whether all is
+        there."""
+        plan = list(in_turns(datasets, setups, self._config.concurrency, self._config.repeats))
+        todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
+        if len(todo) < len(plan):
+            self._say(f"{len(plan) - len(todo)} of {len(plan)} runs are there")
+        try:
+            if todo:
+                self._warm_up(sorted({cell.setup for _, cell in todo}))
+            left = self._run(todo)
+        except BaseException:
+            self._finish(missing=sum(not self.results.has(*each) for each in todo), report=True)
+            raise
+        self._finish(missing=left, report=True)
+        return not left
+
+    def _warm_up(self, setups: Sequence[Setup]) -> None:
+        begin = said = time.perf_counter()
+        for what in self._source.warm_up(setups):
+            if self._is_over():
+                return
+            if time.perf_counter() - said > 5:
+                said = time.perf_counter()
+                self._say(f"warming up: {what}")
+        self._say(f"warmed up in {time.perf_counter() - begin:.0f} s")
+
+    def _run(self, todo: Sequence[tuple[int, Cell]]) -> int:
+        """How many are left when the time is over."""
+        clock = _Estimate()
+        for done, (repeat, cell) in enumerate(todo):
+            expected = clock.of(cell)
+            if self._is_over(expected):
+                self._say(f"the time is over, {len(todo) - done} runs are left: add --resume to go on")
+                return len(todo) - done
+            begin = time.perf_counter()
+            run = self._source.run(cell.dataset, cell.setup, cell.concurrency)
+            clock.took(cell, time.perf_counter() - begin)
+            self._file.add(repeat, cell, run)
+            self.results.add(repeat, cell, run)
+            self._finish(missing=len(todo) - done - 1, report=False)
+            self._progress(done + 1, len(todo), cell, run, sum(clock.of(c) for _, c in todo[done + 1 :]))
+        return 0
+
+    def _is_over(self, expected: float = 0.0) -> bool:
+        """Whether the time is used up, or what takes so long would not end within it."""
+        limit = self._config.seconds
+        return limit is not None and time.perf_counter() - self._begin + expected > limit
+
+    def _progress(self, done: int, total: int, cell: Cell, run: Run, left: float) -> None:
+        failed = f", {run.failed} FAILED" if run.failed else ""
+        length = f", AL {run.acceptance_length:.2f}" if cell.setup.num_drafts else ""
+        self._say(
+            f"[{done}/{total}, {time.perf_counter() - self._begin:.0f} s, about {left:.0f} s left] {cell.label}: "
+            f"{run.tokens_per_second:,.0f} tok/s{length}{failed}"
+        )
+
+    def _finish(self, *, missing: int, report: bool) -> None:
+        """Write the result; with `report` also what is made of it: tables, plots, K tables."""
+        rows = self.results.rows()
+        if not rows:
+            return
+        settings = {
+            **asdict(self._config), **self._setting, "definitions": DEFINITIONS, "partial": bool(missing),
+            "missing_runs": missing,
+        }  # fmt: skip
+        write_result(self._out, self._out.stem, settings, {"rows": rows})
+        if report:
+            self._report(rows)
+
+    def _report(self, rows: Sequence[SweepRow]) -> None:
+        self._console.print(f"\n{sweep_tables([asdict(row) for row in rows])}\n", markup=False, highlight=False)
+        written = [self._out, *write_k_tables(rows, self._out), *_plots(rows, self._out, self._say)]
+        self._say("wrote " + ", ".join(map(str, written)))
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Estimate:
+    """Seconds that runs will take, from those that were: the same cell's, else those of as many requests at once."""
+
+    def __init__(self) -> None:
+        self._cells: dict[Cell, float] = {}
+
+    def took(self, cell: Cell, seconds: float) -> None:
+        self._cells[cell] = seconds
+
+    def of(self, cell: Cell) -> float:
+        """0 while nothing is known."""
+        if cell in self._cells or not self._cells:
+            return self._cells.get(cell, 0.0)
+        alike = [s for other, s in self._cells.items() if other.concurrency == cell.concurrency]
+        alike = alike or list(self._cells.values())
+        return sum(alike) / len(alike)
+
+
+def choose_methods(config: SweepConfig, heads: Mapping[str, object]) -> list[str]:
+    """The methods to measure. Raises PeagleError for one that was asked for and has no head."""
+    if config.methods is None:
+        return [method for method in METHODS if method in heads or method == PLAIN]
+    flags = {P_EAGLE: "--head DIR", EAGLE3: "--eagle3-head DIR"}
+    for method in config.methods:
+        if method != PLAIN and method not in heads:
+            raise PeagleError(f"method {method} needs a head: add {flags[method]}, or leave it out of --methods")
+    return list(config.methods)
+
+
+def check_out(out: Path, *, resume: bool) -> None:
+    """Raises PeagleError for a result that would be lost, and for one that is not there to go on with."""
+    if out.suffix != ".json":
+        raise PeagleError(f"--out is {out}: give a file name that ends in .json")
+    if out.exists() and not resume:
+        raise PeagleError(f"{out} exists: add --resume to go on with it, or give another name")
+
+
+def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:
+    """Prompts by set, each in a random order: files are sorted, and a small cell takes the first ones only.
+
+    A set is called by its name, or as its file is. Raises PeagleError for what cannot be read.
+    """
+    sets: dict[str, list[PromptRow]] = {}
+    for name in names:
+        path = _set_file(name)
+        label = name if name in NAMED_SETS else path.stem
+        if label in sets:
+            raise PeagleError(f"two prompt sets are called {label}: rename a file, or leave one out")
+        sets[label] = read_prompts(path)
+        random.Random(seed).shuffle(sets[label])
+    return sets
+
+
+def _set_file(name: str) -> Path:
+    plain = name.replace("_", "-")
+    if plain in NAMED_SETS and not Path(name).is_file():
+        return Path(peagle.__file__).parents[1] / "benchmarks" / "data" / f"{plain.replace('-', '_')}.jsonl"
+    if Path(name).is_file():
+        return Path(name)
+    raise PeagleError(f"prompt set {name!r} is neither a file nor one of {', '.join(NAMED_SETS)}")
+
+
+def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:
+    """The fastest K per concurrency of every method that drafts, as `k_table` of a speculative config takes it."""
+    paths = []
+    for method in sorted({row.method for row in rows} - {PLAIN}):
+        table = best_drafts(rows, method)
+        if table:
+            path = out.with_name(f"{out.stem}.k-table-{method}.json")
+            write_atomic(path, (json.dumps({str(c): k for c, k in table.items()}) + "\n").encode())
+            paths.append(path)
+    return paths
+
+
+def _plots(rows: Sequence[SweepRow], out: Path, say: Callable[[str], None]) -> list[Path]:
+    from peagle.bench.sweep_plots import plot_sweep
+
+    try:
+        return plot_sweep(rows, out)
+    except PeagleError as error:
+        say(str(error))
+        return []
+
+
+def _digest(rows: Sequence[PromptRow]) -> str:
+    text = json.dumps([list(row.messages) for row in rows], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
