@@ -25,7 +25,6 @@ BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "seed": "Seed of the order of prompts, of arrival times and of random tokens.",
             "shuffle": "Draw the prompts in random order, or take them as the file has them.",
             "oversample": "Repeat rows where more prompts are asked for than there are.",
-            "hf_name": "Name by which the rows of --dataset-path are to be read, such as openai/gsm8k.",
             "hf_subset": "Subset of a data set of the Hub.",
             "hf_split": "Split of it.",
             "category": "Only rows of this category.",

@@ -50,7 +50,6 @@ class BenchServeConfig:
     seed: int = 0
     shuffle: bool = True
     oversample: bool = True
-    hf_name: str | None = None
     hf_subset: str | None = None
     hf_split: str | None = None
     category: str | None = None
