@@ -1,4 +1,4 @@
-"""Every figure of the P-EAGLE announcement, and acceptance profiles that have its acceptance lengths.
+"""Every figure of the P-EAGLE announcement, and the acceptance lengths between those that it gives.
 
 Source: "P-EAGLE: Faster LLM inference with Parallel Speculative Decoding in vLLM", the announcement of P-EAGLE in vLLM:
 GPT-OSS-20B on one NVIDIA B200, K = 3, 5, 7 at c = 1, 2, 4, 8, 16, 32, 64, against the public EAGLE-3 head. Speed-ups
@@ -43,20 +43,23 @@ ANNOUNCED: Mapping[str, Announced] = MappingProxyType(
 )
 
 
-def conditional_rates(dataset: str, method: str) -> tuple[float, ...]:
-    """The chance of each of 7 drafts once those before it were kept, such that K = 7 has the announced length.
+def length_of(dataset: str, method: str, num_drafts: int) -> float:
+    """The announced acceptance length, or, where it is not given, the one that follows from what is given: ASSUMED.
 
-    Chances fall by the same factor from draft to draft. HumanEval gives the lengths of two K, hence each method's
-    factor; the other sets give one, and take HumanEval's factor: their lengths at K = 3 and 5 are ASSUMED.
+    A head keeps draft i with a chance that falls by the same factor from draft to draft. HumanEval gives the lengths of
+    two K, hence each method's factor; the other sets give that of K = 7, hence their first chance.
     """
+    lengths = ANNOUNCED[dataset].acceptance_length
+    if (method, num_drafts) in lengths:
+        return lengths[method, num_drafts]
     known = ANNOUNCED["humaneval"].acceptance_length
     longest = known[method, DEPTH]
     # The faster chances fall, the more of a given length comes from the first drafts.
-    factor = _bisect(lambda f: acceptance_length(_rates(longest, f), 3) <= known[method, 3], 0.85, 1.0)
-    return _rates(ANNOUNCED[dataset].acceptance_length[method, DEPTH], factor)
+    factor = _bisect(lambda f: _length(_rates(longest, f), 3) <= known[method, 3], 0.85, 1.0)
+    return _length(_rates(lengths[method, DEPTH], factor), num_drafts)
 
 
-def acceptance_length(rates: Sequence[float], num_drafts: int) -> float:
+def _length(rates: Sequence[float], num_drafts: int) -> float:
     """1 + the shares of rounds that keep draft 1, 2, ..."""
     return 1.0 + sum(accumulate(rates[:num_drafts], mul))
 
@@ -67,7 +70,7 @@ def _rates(length: float, factor: float) -> tuple[float, ...]:
     def chances(first: float) -> tuple[float, ...]:
         return tuple(min(first * factor**draft, 1.0) for draft in range(DEPTH))
 
-    return chances(_bisect(lambda first: acceptance_length(chances(first), DEPTH) >= length, 0.0, 1.0))
+    return chances(_bisect(lambda first: _length(chances(first), DEPTH) >= length, 0.0, 1.0))
 
 
 def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:

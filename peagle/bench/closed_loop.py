@@ -31,13 +31,16 @@ class Answer:
 class Run:
     """All prompts of a cell answered once. `seconds` run from the first request to the last token.
 
-    `steps` and `decode_ms`, the median of steps in which every request decoded and none was in its prompt, are known
-    inside the engine only. `failed` requests have no answer.
+    `rounds` and `accepted` drafts are those of all answers; a server may not know them of each. `steps` and
+    `decode_ms`, the median of steps in which every request decoded and none was in its prompt, are known inside the
+    engine only. `failed` requests have no answer.
     """
 
     concurrency: int
     seconds: float
     answers: tuple[Answer, ...]
+    rounds: int = 0
+    accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
     steps: int | None = None
     decode_ms: float | None = None
@@ -55,8 +58,7 @@ class Run:
     @property
     def acceptance_length(self) -> float:
         """1 + accepted drafts / rounds."""
-        rounds = sum(answer.rounds for answer in self.answers)
-        return 1.0 + sum(answer.accepted for answer in self.answers) / rounds if rounds else 1.0
+        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class _Loop:
             concurrency=self._concurrency,
             seconds=before - begin,
             answers=tuple(self._answers),
+            rounds=self._stats.num_rounds,
+            accepted=self._stats.num_accepted_tokens,
             accepted_per_position=tuple(self._stats.accepted_per_position),
             steps=self._steps,
             decode_ms=1e3 * median(self._decode_seconds) if self._decode_seconds else None,

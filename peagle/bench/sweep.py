@@ -11,16 +11,17 @@ from typing import Any
 
 from rich.console import Console
 
-import peagle
 from peagle.bench.closed_loop import Run
 from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.bench.report import provenance, write_result
+from peagle.bench.sets import shipped_set
 from peagle.bench.settings import NAMED_SETS
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, setups_of
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource, Source
 from peagle.bench.sweep_tables import sweep_tables
+from peagle.drafters.checkpoint import resolve_head
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
 
@@ -30,6 +31,14 @@ DEFINITIONS = {
     "intervals": "95 %, by drawing prompts anew; speed-ups over the same prompts on both sides",
     "load": "a closed loop: as one request ends the next is sent",
 }
+
+# What belongs to one prompt set, one method or one setup alone.
+_OF_SOME = ("prompts_sha256", "heads", "servers")
+# Settings that say which runs there are, or what only some of them are: a grid that grows keeps the runs it has.
+_GRID = (
+    "datasets", "methods", "k", "concurrency", "repeats", "seconds", "num_prompts", "prompts_per_client", "command",
+    "acceptance_lengths", *_OF_SOME,
+)  # fmt: skip
 
 
 def run_sweep(
@@ -50,7 +59,7 @@ def run_sweep(
     setting = {
         "target": source.target.name,
         "datasets": list(sets),
-        "heads": {method: Path(head).name for method, head in used.items()},
+        "heads": {method: _identity(head) for method, head in used.items()},
         "prompts_sha256": {name: _digest(rows) for name, rows in sets.items()},
         "source": "engines of one process that share the target",
     }
@@ -58,26 +67,57 @@ def run_sweep(
     return sweep.measure(list(sets), setups_of(methods, config.k))
 
 
+def run_server_sweep(
+    model: str, servers: Mapping[Setup, str], config: SweepConfig, out: Path, console: Console, *, resume: bool
+) -> bool:
+    """As `run_sweep`, over HTTP: `servers` are those that are up, one for each way to decode, all with the model."""
+    from peagle.bench.sweep_server import ServerSource
+
+    begin = time.perf_counter()
+    if config.methods is not None:
+        raise PeagleError("--methods and --base-url exclude each other: the servers say what is compared")
+    check_out(out, resume=resume)
+    sets = read_sets(config.datasets, config.seed)
+    source = ServerSource(model, servers, sets, config)
+    setting = {
+        "target": model,
+        "datasets": list(sets),
+        "servers": {setup.label: info.version for setup, info in source.infos.items()},
+        "prompts_sha256": {name: _digest(rows) for name, rows in sets.items()},
+        "source": "a server for each way to decode, over HTTP",
+        "k": sorted({setup.num_drafts for setup in servers}),
+    }
+    sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
+    return sweep.measure(list(sets), list(servers))
+
+
 class Sweep:
     """All runs of a sweep: the clock, the results so far and the files they go to."""
 
     def __init__(
         self, source: Source, config: SweepConfig, out: Path, setting: Mapping[str, Any], console: Console,
-        *, begin: float, resume: bool,
+        *, begin: float, resume: bool, tables: Callable[[Sequence[Mapping[str, Any]]], str] = sweep_tables,
     ) -> None:  # fmt: skip
         """`setting` says what is measured beside `config`; `begin` is since when the time counts."""
+        self._tables = tables
         self._source, self._config, self._out, self._console = source, config, out, console
-        self._setting, self._begin = setting, begin
+        self._setting, self._begin = dict(setting), begin
         self.results = Results()
-        decisive = {k: v for k, v in asdict(config).items() if k not in ("datasets", "methods", "k", "concurrency")}
-        decisive = {k: v for k, v in decisive.items() if k not in ("repeats", "seconds")}
-        where = {key: provenance()[part][key] for part, key in (("machine", "gpu"), ("versions", "torch"))}
-        self._file = RunFile.beside(out, fingerprint({**setting, **decisive, **where}))
+        here = provenance()
+        self._where = {"gpu": here["machine"]["gpu"], "torch": here["versions"]["torch"]}
+        self._file = RunFile(out, self._key)
         if resume:
             for repeat, cell, run in self._file.read():
                 self.results.add(repeat, cell, run)
         elif self._file.path.exists():
             self._file.path.unlink()  # of a sweep that died before its first result
+
+    def _key(self, cell: Cell) -> str:
+        """Fingerprint of what decides what the run of a cell is: a run of another is no run of this sweep."""
+        decisive = {name: value for name, value in (asdict(self._config) | self._setting).items() if name not in _GRID}
+        names = (cell.dataset, cell.setup.method, cell.setup.label)
+        own = {part: [self._setting.get(part, {}).get(name) for name in names] for part in _OF_SOME}
+        return fingerprint({**decisive, **self._where, **own, "requests": self._config.prompts_of(cell.concurrency)})
 
     def measure(self, datasets: Sequence[str], setups: Sequence[Setup]) -> bool:
         """Measure what is not there yet, as far as the time goes; write tables, plots and K tables. Whether all is
@@ -150,7 +190,7 @@ class Sweep:
             self._report(rows)
 
     def _report(self, rows: Sequence[SweepRow]) -> None:
-        self._console.print(f"\n{sweep_tables([asdict(row) for row in rows])}\n", markup=False, highlight=False)
+        self._console.print(f"\n{self._tables([asdict(row) for row in rows])}\n", markup=False, highlight=False)
         written = [self._out, *write_k_tables(rows, self._out), *_plots(rows, self._out, self._say)]
         self._say("wrote " + ", ".join(map(str, written)))
 
@@ -203,7 +243,7 @@ def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:
     sets: dict[str, list[PromptRow]] = {}
     for name in names:
         path = _set_file(name)
-        label = name if name in NAMED_SETS else path.stem
+        label = path.stem.replace("_", "-")
         if label in sets:
             raise PeagleError(f"two prompt sets are called {label}: rename a file, or leave one out")
         sets[label] = read_prompts(path)
@@ -213,10 +253,10 @@ def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:
 
 def _set_file(name: str) -> Path:
     plain = name.replace("_", "-")
-    if plain in NAMED_SETS and not Path(name).is_file():
-        return Path(peagle.__file__).parents[1] / "benchmarks" / "data" / f"{plain.replace('-', '_')}.jsonl"
     if Path(name).is_file():
         return Path(name)
+    if plain in NAMED_SETS:
+        return shipped_set(plain)
     raise PeagleError(f"prompt set {name!r} is neither a file nor one of {', '.join(NAMED_SETS)}")
 
 
@@ -240,6 +280,17 @@ def _plots(rows: Sequence[SweepRow], out: Path, say: Callable[[str], None]) -> l
     except PeagleError as error:
         say(str(error))
         return []
+
+
+def _identity(head: Path | str) -> dict[str, str]:
+    """Name of a head's folder, after its parent's where training runs call theirs alike, and digest of its files."""
+    folder = resolve_head(head).resolve()
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors")):
+        with path.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    name = f"{folder.parent.name}/{folder.name}" if folder.name in ("head", "best") else folder.name
+    return {"name": name, "sha256": digest.hexdigest()}
 
 
 def _digest(rows: Sequence[PromptRow]) -> str:

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from peagle.bench.closed_loop import Answer, Run
 from peagle.bench.sweep_settings import PLAIN
@@ -48,18 +48,19 @@ def in_turns(
     datasets: Sequence[str], setups: Sequence[Setup], concurrency: Sequence[int], repeats: int
 ) -> Iterator[tuple[int, Cell]]:
     """(repeat, cell) in the order of measuring: within a repeat, all ways to decode follow each other at the same
-    concurrency, so that a machine that drifts favours none; each repeat begins with another of them."""
+    concurrency, so that a machine that drifts favours none; each repeat begins with another of them. All prompt sets
+    come at the first concurrency before the next: a sweep that is cut short can still compare them."""
     for repeat in range(repeats):
         first = repeat % len(setups)
         turn = [*setups[first:], *setups[:first]]
-        for dataset in datasets:
-            for count in concurrency:
+        for count in concurrency:
+            for dataset in datasets:
                 for setup in turn:
                     yield repeat, Cell(dataset, count, setup)
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Of settings that decide what a run measures: runs of other settings are others' runs."""
+    """A short digest of settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -69,14 +70,9 @@ class RunFile:
     A line that a kill cut off is passed over, as is one of other settings.
     """
 
-    def __init__(self, path: Path, settings: str) -> None:
-        """`settings` is their fingerprint."""
-        self.path, self._settings = path, settings
-
-    @classmethod
-    def beside(cls, result: Path, settings: str) -> Self:
-        """The runs of a result file."""
-        return cls(result.with_suffix(".runs.jsonl"), settings)
+    def __init__(self, result: Path, key_of: Callable[[Cell], str]) -> None:
+        """The runs of a result file; `key_of` is the fingerprint of all that decides what a cell's run is."""
+        self.path, self._key_of = result.with_suffix(".runs.jsonl"), key_of
 
     def read(self) -> Iterator[tuple[int, Cell, Run]]:
         """(repeat, cell, run) of every line of these settings. Raises PeagleError when the file cannot be read."""
@@ -86,14 +82,16 @@ class RunFile:
             raise PeagleError(f"cannot read the runs {self.path} ({error}): move it away to start anew") from None
         for line in text.splitlines():
             entry = _parsed(line)
-            if entry is not None and entry["settings"] == self._settings:
-                cell = Cell(entry["dataset"], entry["concurrency"], Setup(entry["method"], entry["k"]))
+            if entry is None:
+                continue
+            cell = Cell(entry["dataset"], entry["concurrency"], Setup(entry["method"], entry["k"]))
+            if entry["settings"] == self._key_of(cell):
                 yield entry["repeat"], cell, _run(entry)
 
     def add(self, repeat: int, cell: Cell, run: Run) -> None:
         """Append a run. Raises PeagleError when the disk does not take it."""
         entry = {
-            "settings": self._settings, "repeat": repeat, "dataset": cell.dataset, "method": cell.setup.method,
+            "settings": self._key_of(cell), "repeat": repeat, "dataset": cell.dataset, "method": cell.setup.method,
             "k": cell.setup.num_drafts, **asdict(replace(run, answers=())),
             "answers": [[a.prompt, a.tokens, round(a.seconds, 6), a.rounds, a.accepted] for a in run.answers],
         }  # fmt: skip
@@ -119,6 +117,8 @@ def _run(entry: Mapping[str, Any]) -> Run:
         concurrency=entry["concurrency"],
         seconds=entry["seconds"],
         answers=tuple(Answer(*answer) for answer in entry["answers"]),
+        rounds=entry["rounds"],
+        accepted=entry["accepted"],
         accepted_per_position=tuple(entry["accepted_per_position"]),
         steps=entry["steps"],
         decode_ms=entry["decode_ms"],

@@ -129,7 +129,8 @@ def _acceptance(rows: Sequence[SweepRow]) -> "Figure":
 def _acceptance_lines(left: "Axes", right: "Axes", rows: Sequence[SweepRow], method: str, color: str) -> None:
     drafts = [row.num_speculative_tokens for row in rows]
     lengths = [row.acceptance_length for row in rows]
-    low, high = zip(*(row.acceptance_length_interval for row in rows), strict=True)
+    ranges = [row.acceptance_length_interval or [row.acceptance_length] * 2 for row in rows]
+    low, high = zip(*ranges, strict=True)
     reach = (
         [max(length - end, 0.0) for length, end in zip(lengths, low, strict=True)],
         [max(end - length, 0.0) for length, end in zip(lengths, high, strict=True)],

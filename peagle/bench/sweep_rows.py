@@ -41,7 +41,7 @@ class SweepRow:
     tokens_per_second_interval: Range
     tokens_per_second_repeats: Sequence[float]
     acceptance_length: float
-    acceptance_length_interval: Range
+    acceptance_length_interval: Range | None
     accepted_share_per_position: Sequence[float]
     speedup_over_none: float | None
     speedup_over_none_interval: Range | None
@@ -146,8 +146,8 @@ def _row(cell: Cell, sums: _Sums, times_DP: _Floats, bases: tuple[_Sums | None, 
     runs = sums.runs
     drawn = sums.drawn_speed(times_DP)
     over_none, over_eagle3 = (_speedup(sums, drawn, base, times_DP) for base in bases)
-    rounds = sum(a.rounds for run in runs for a in run.answers)
-    accepted = int(sum(a.accepted for run in runs for a in run.answers))
+    rounds, accepted = sum(run.rounds for run in runs), sum(run.accepted for run in runs)
+    by_request = sums.by_prompt[:, 2].sum() == rounds
     positions = [sum(run.accepted_per_position[j] for run in runs) for j in range(_depth(runs))]
     steps = [run.steps for run in runs if run.steps]
     decode = [run.decode_ms for run in runs if run.decode_ms is not None]
@@ -160,7 +160,7 @@ def _row(cell: Cell, sums: _Sums, times_DP: _Floats, bases: tuple[_Sums | None, 
         tokens_per_second_interval=_range(drawn, 2),
         tokens_per_second_repeats=[round(run.tokens_per_second, 2) for run in runs],
         acceptance_length=round(1 + accepted / rounds if rounds else 1.0, 4),
-        acceptance_length_interval=_range(sums.drawn_length(times_DP), 4),
+        acceptance_length_interval=_range(sums.drawn_length(times_DP), 4) if by_request else None,
         accepted_share_per_position=[round(count / max(rounds, 1), 4) for count in positions],
         speedup_over_none=over_none[0],
         speedup_over_none_interval=over_none[1],

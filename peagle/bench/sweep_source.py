@@ -1,6 +1,6 @@
 """Where the runs of a sweep come from: engines of this process that share one target, a head each."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -28,7 +28,7 @@ _BLOCK_SIZE = 16
 _WARM_UP_TOKENS = 12  # of answers that nobody times: prompts' kernels are compiled, the allocator has filled
 _SEED_STEP = 4099  # between prompts: acceptance by chance reads a table from the seed on, the position added
 
-Rates = Mapping[str, Mapping[str, Sequence[float]]]  # prompt set -> method -> conditional rate of each draft
+Rates = Callable[[str, Setup], Sequence[float]]  # prompt set, setup -> conditional rate of each draft
 TokenSets = Mapping[str, Sequence[Sequence[int]]]  # prompt set -> tokens of its prompts
 
 
@@ -62,13 +62,11 @@ class EngineSource:
             max_tokens=config.max_tokens, temperature=config.temperature, ignore_eos=config.ignore_eos
         )
         engine = _engine_config(target, prompts, config)
-        first = next(iter(rates.values())) if rates else {}
-        self._engines = {
-            method: LLM.from_parts(
-                target, drafter, max(config.k), engine, pack=pack, synthetic_rates=first.get(method)
-            )
-            for method, drafter in drafters.items()
-        }  # fmt: skip
+        most, first = max(config.k), next(iter(prompts))
+        self._engines: dict[str, LLM] = {}
+        for method, drafter in drafters.items():
+            profile = rates(first, Setup(method, most)) if rates is not None else None
+            self._engines[method] = LLM.from_parts(target, drafter, most, engine, pack=pack, synthetic_rates=profile)
         if plain:
             self._engines[PLAIN] = LLM.from_parts(target, None, 0, engine, pack=pack)
 
@@ -120,7 +118,7 @@ class EngineSource:
         llm = self._engines[setup.method]
         llm.core.policy = FixedK(setup.num_drafts)
         if self._rates is not None and llm.core.synthetic is not None:
-            llm.core.synthetic.change(self._rates[dataset][setup.method])
+            llm.core.synthetic.change(self._rates(dataset, setup))
         return llm
 
     def _jobs(self, dataset: str, count: int) -> list[Job]:
