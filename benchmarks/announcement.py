@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target, drafters, sets, config, plain=PLAIN in args.methods, pack=False, rates=rates_of
     )  # fmt: skip
     lengths = {
-        name: {s.label: round(length_of(name, s.method, s.num_drafts), 3) for s in setups_of(drafters, args.k)}
+        name: {s.label: round(length_of(name, s.method, s.num_drafts), 3) for s in setups_of(list(drafters), args.k)}
         for name in sets
     }
     setting = {

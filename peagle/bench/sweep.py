@@ -1,4 +1,8 @@
-"""`peagle bench sweep`: methods x K x concurrency over prompt sets; every run is kept as soon as it is there."""
+"""`peagle bench sweep`: methods x K x concurrency over prompt sets; every run is kept as soon as it is there.
+
+Beside the result F.json stand F.runs.jsonl, a line per run, from which `--resume` goes on; F.k-table-METHOD.json, which
+a server loads; and plots.
+"""
 
 import hashlib
 import json
@@ -32,6 +36,7 @@ DEFINITIONS = {
     "load": "a closed loop: as one request ends the next is sent",
 }
 
+_WRITE_EVERY = 1.0  # seconds between results, which are made anew; runs are written one by one
 # What belongs to one prompt set, one method or one setup alone.
 _OF_SOME = ("prompts_sha256", "heads", "servers")
 # Settings that say which runs there are, or what only some of them are: a grid that grows keeps the runs it has.
@@ -99,7 +104,7 @@ class Sweep:
         *, begin: float, resume: bool, tables: Callable[[Sequence[Mapping[str, Any]]], str] = sweep_tables,
     ) -> None:  # fmt: skip
         """`setting` says what is measured beside `config`; `begin` is since when the time counts."""
-        self._tables = tables
+        self._tables, self._written = tables, 0.0
         self._source, self._config, self._out, self._console = source, config, out, console
         self._setting, self._begin = dict(setting), begin
         self.results = Results()
@@ -159,7 +164,8 @@ class Sweep:
             clock.took(cell, time.perf_counter() - begin)
             self._file.add(repeat, cell, run)
             self.results.add(repeat, cell, run)
-            self._finish(missing=len(todo) - done - 1, report=False)
+            if time.perf_counter() - self._written > _WRITE_EVERY:
+                self._finish(missing=len(todo) - done - 1, report=False)
             self._progress(done + 1, len(todo), cell, run, sum(clock.of(c) for _, c in todo[done + 1 :]))
         return 0
 
@@ -186,6 +192,7 @@ class Sweep:
             "missing_runs": missing,
         }  # fmt: skip
         write_result(self._out, self._out.stem, settings, {"rows": rows})
+        self._written = time.perf_counter()
         if report:
             self._report(rows)
 
