@@ -32,7 +32,8 @@ from peagle.files import write_atomic
 DEFINITIONS = {
     "tokens_per_second": "output tokens / seconds from the first request to the last token, prompts included",
     "acceptance_length": "1 + accepted drafts / rounds",
-    "intervals": "95 %, by drawing prompts anew; speed-ups over the same prompts on both sides",
+    "intervals": "95 %, by drawing prompts anew, the same ones on both sides of a speed-up; with fewer than 8 prompts "
+    "Student's t over the repeats",
     "load": "a closed loop: as one request ends the next is sent",
 }
 
@@ -197,7 +198,7 @@ class Sweep:
             self._report(rows)
 
     def _report(self, rows: Sequence[SweepRow]) -> None:
-        self._console.print(f"\n{self._tables([asdict(row) for row in rows])}\n", markup=False, highlight=False)
+        self._say(f"\n{self._tables([asdict(row) for row in rows])}\n")
         written = [self._out, *write_k_tables(rows, self._out), *_plots(rows, self._out, self._say)]
         self._say("wrote " + ", ".join(map(str, written)))
 

@@ -90,8 +90,9 @@ def _curves(rows: Sequence[SweepRow]) -> "Figure":
 def _curve(axis: "Axes", rows: Sequence[SweepRow], method: str, color: str) -> None:
     best: dict[int, tuple[float, float, float, int]] = {}
     for row in rows:
-        gain, reach = row.speedup_over_none, row.speedup_over_none_interval
-        if gain is not None and reach is not None and gain > best.get(row.concurrency, (0.0,))[0]:
+        gain = row.speedup_over_none
+        if gain is not None and gain > best.get(row.concurrency, (0.0,))[0]:
+            reach = row.speedup_over_none_interval or (gain, gain)
             best[row.concurrency] = (
                 gain,
                 max(gain - reach[0], 0.0),

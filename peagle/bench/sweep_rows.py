@@ -2,7 +2,8 @@
 
 Intervals come from drawing prompts anew, 95 %: a prompt's requests of all repeats count as one. All cells of a prompt
 set and a concurrency share the draws, so in a speed-up both sides answer the same prompts and what makes a prompt fast
-or slow for both cancels.
+or slow for both cancels. A few prompts say little of others: with fewer than 8 of them intervals are Student's over the
+repeats, of which a speed-up pairs those of the same number, and of one repeat there is none.
 """
 
 import math
@@ -13,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peagle.bench.closed_loop import Run
-from peagle.bench.statistics import DRAWS, LEVEL
+from peagle.bench.statistics import DRAWS, LEVEL, repeats_interval
 from peagle.bench.sweep_plan import Cell, Setup
 from peagle.bench.sweep_settings import EAGLE3, PLAIN
 
+FEWEST_PROMPTS = 8  # from which on an interval is drawn from prompts
 Range = Sequence[float]  # low and high end of an interval
 _Floats = NDArray[np.float64]
 
@@ -38,7 +40,7 @@ class SweepRow:
     num_speculative_tokens: int
     concurrency: int
     tokens_per_second: float
-    tokens_per_second_interval: Range
+    tokens_per_second_interval: Range | None
     tokens_per_second_repeats: Sequence[float]
     acceptance_length: float
     acceptance_length_interval: Range | None
@@ -61,17 +63,21 @@ class SweepRow:
 class _Sums:
     """What a cell's runs add up to, and per prompt: tokens, request seconds, rounds, accepted drafts."""
 
-    runs: list[Run]
+    repeats: Mapping[int, Run]
     by_prompt: _Floats
 
     @classmethod
-    def of(cls, runs: list[Run], prompts: Sequence[int]) -> "_Sums":
+    def of(cls, repeats: Mapping[int, Run], prompts: Sequence[int]) -> "_Sums":
         place = {prompt: index for index, prompt in enumerate(prompts)}
         sums = np.zeros((len(prompts), 4))
-        for run in runs:
+        for run in repeats.values():
             for a in run.answers:
                 sums[place[a.prompt]] += (a.tokens, a.seconds, a.rounds, a.accepted)
-        return cls(runs, sums)
+        return cls(repeats, sums)
+
+    @property
+    def runs(self) -> list[Run]:
+        return list(self.repeats.values())
 
     @property
     def seconds(self) -> float:
@@ -129,25 +135,30 @@ class Results:
 
     def _group(self, dataset: str, concurrency: int) -> list[SweepRow]:
         cells = {c.setup: c for c in self.runs if (c.dataset, c.concurrency) == (dataset, concurrency)}
-        every = {setup: list(self.runs[cell].values()) for setup, cell in cells.items()}
-        prompts = sorted({a.prompt for runs in every.values() for run in runs for a in run.answers})
+        every = {setup: self.runs[cell] for setup, cell in cells.items()}
+        prompts = sorted({a.prompt for runs in every.values() for run in runs.values() for a in run.answers})
         sums = {setup: _Sums.of(runs, prompts) for setup, runs in every.items()}
-        count = max(len(prompts), 1)
-        times_DP = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=DRAWS)[:, : len(prompts)]
+        times_DP = _draws(len(prompts))
         eagle3 = [s for setup, s in sums.items() if setup.method == EAGLE3]
         bases = (
             next((s for setup, s in sums.items() if setup.method == PLAIN), None),
             max(eagle3, key=lambda s: s.tokens_per_second, default=None),
         )
-        return [_row(cells[setup], s, times_DP.astype(np.float64), bases) for setup, s in sums.items()]
+        return [_row(cells[setup], s, times_DP, bases) for setup, s in sums.items()]
 
 
-def _row(cell: Cell, sums: _Sums, times_DP: _Floats, bases: tuple[_Sums | None, _Sums | None]) -> SweepRow:
+def _draws(prompts: int) -> _Floats | None:
+    """How often each prompt is drawn, [draws, prompts]; None for a few prompts."""
+    if prompts < FEWEST_PROMPTS:
+        return None
+    return np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=DRAWS).astype(np.float64)
+
+
+def _row(cell: Cell, sums: _Sums, times_DP: _Floats | None, bases: tuple[_Sums | None, _Sums | None]) -> SweepRow:
     runs = sums.runs
-    drawn = sums.drawn_speed(times_DP)
-    over_none, over_eagle3 = (_speedup(sums, drawn, base, times_DP) for base in bases)
+    over_none, over_eagle3 = (_speedup(sums, base, times_DP) for base in bases)
     rounds, accepted = sum(run.rounds for run in runs), sum(run.accepted for run in runs)
-    by_request = sums.by_prompt[:, 2].sum() == rounds
+    speeds = [run.tokens_per_second for run in runs]
     positions = [sum(run.accepted_per_position[j] for run in runs) for j in range(_depth(runs))]
     steps = [run.steps for run in runs if run.steps]
     decode = [run.decode_ms for run in runs if run.decode_ms is not None]
@@ -157,10 +168,12 @@ def _row(cell: Cell, sums: _Sums, times_DP: _Floats, bases: tuple[_Sums | None, 
         num_speculative_tokens=cell.setup.num_drafts,
         concurrency=cell.concurrency,
         tokens_per_second=round(sums.tokens_per_second, 2),
-        tokens_per_second_interval=_range(drawn, 2),
-        tokens_per_second_repeats=[round(run.tokens_per_second, 2) for run in runs],
+        tokens_per_second_interval=(
+            _over_repeats(speeds, 2) if times_DP is None else _range(sums.drawn_speed(times_DP), 2)
+        ),
+        tokens_per_second_repeats=[round(speed, 2) for speed in speeds],
         acceptance_length=round(1 + accepted / rounds if rounds else 1.0, 4),
-        acceptance_length_interval=_range(sums.drawn_length(times_DP), 4) if by_request else None,
+        acceptance_length_interval=_length_range(sums, rounds, times_DP),
         accepted_share_per_position=[round(count / max(rounds, 1), 4) for count in positions],
         speedup_over_none=over_none[0],
         speedup_over_none_interval=over_none[1],
@@ -181,18 +194,33 @@ def _depth(runs: Sequence[Run]) -> int:
     return min((len(run.accepted_per_position) for run in runs), default=0)
 
 
-def _speedup(sums: _Sums, drawn: _Floats, base: _Sums | None, times_DP: _Floats) -> tuple[float | None, Range | None]:
-    """Ratio of the tokens per second, and its interval over the same draws of prompts."""
+def _length_range(sums: _Sums, rounds: int, times_DP: _Floats | None) -> Range | None:
+    """None where there are few prompts, or where a server does not say what each request's rounds were."""
+    if times_DP is None or sums.by_prompt[:, 2].sum() != rounds:
+        return None
+    return _range(sums.drawn_length(times_DP), 4)
+
+
+def _speedup(sums: _Sums, base: _Sums | None, times_DP: _Floats | None) -> tuple[float | None, Range | None]:
+    """Ratio of the tokens per second, and its interval: over the same draws of prompts, or over the same repeats."""
     if base is None or not base.tokens_per_second:
         return None, None
-    under = base.drawn_speed(times_DP)
-    ratios = np.divide(drawn, under, out=np.zeros_like(drawn), where=under > 0)
-    return round(sums.tokens_per_second / base.tokens_per_second, 4), _range(ratios, 4)
+    ratio = round(sums.tokens_per_second / base.tokens_per_second, 4)
+    if times_DP is not None:
+        under = base.drawn_speed(times_DP)
+        drawn = sums.drawn_speed(times_DP)
+        return ratio, _range(np.divide(drawn, under, out=np.zeros_like(drawn), where=under > 0), 4)
+    both = [(run, base.repeats[n]) for n, run in sums.repeats.items() if n in base.repeats]
+    return ratio, _over_repeats([a.tokens_per_second / b.tokens_per_second for a, b in both if b.tokens], 4)
 
 
 def _range(drawn: _Floats, digits: int) -> Range:
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return [round(float(low), digits), round(float(high), digits)]
+
+
+def _over_repeats(values: Sequence[float], digits: int) -> Range | None:
+    return repeats_interval(values).rounded(digits) if len(values) > 1 else None
 
 
 def best_drafts(rows: Sequence[SweepRow], method: str) -> dict[int, int]:

@@ -75,9 +75,10 @@ def _best(rows: Sequence[Json]) -> str:
 def _gain(row: Json | None, base: str, *, with_k: bool) -> str:
     if row is None or row[f"speedup_over_{base}"] is None:
         return ""
-    low, high = row[f"speedup_over_{base}_interval"]
+    reach = row[f"speedup_over_{base}_interval"]
+    within = "" if reach is None else f" [{reach[0]:.2f}–{reach[1]:.2f}]"
     drafts = f"K={row['num_speculative_tokens']}: " if with_k else ""
-    return f"{drafts}**{row[f'speedup_over_{base}']:.2f}x** [{low:.2f}–{high:.2f}]"
+    return f"{drafts}**{row[f'speedup_over_{base}']:.2f}x**{within}"
 
 
 def _fastest(rows: Sequence[Json], method: str, concurrency: int) -> Json | None:

@@ -298,9 +298,10 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
 def _measured_on(name: str, result: Json) -> str:
     machine, versions = result["machine"], result["versions"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    partial = "**partial**: it ended before all was measured; " if result["settings"].get("partial") else ""
+    versions_of = f"torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'})"
     line = (
-        f"<sub>{where}; torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'}); "
-        f"{result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
-    )
+        f"<sub>{partial}{where}; {versions_of}; {result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
+    )  # fmt: skip
     command = result["settings"].get("command")
     return line + (f"; `{command}`</sub>" if command else "</sub>")
