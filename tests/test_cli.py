@@ -95,7 +95,7 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", (*VERBS, "bench serve"))
+@pytest.mark.parametrize("verb", [*VERBS, "bench serve"])
 def test_help_shows_examples(verb):
     done = peagle(*verb.split(), "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr

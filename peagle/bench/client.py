@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from peagle.acceptance import AcceptanceStats
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Parts of a chat delta that hold tokens; the second and third are two names of a model's reasoning.
 _TEXT_PARTS = ("content", "reasoning_content", "reasoning", "tool_calls")
+_HEADERS = MappingProxyType({"Content-Type": "application/json"})
 _LONGEST_LINE = 1 << 24  # bytes; a server that sends more without a line end is no server of events
 
 
@@ -26,9 +28,8 @@ _LONGEST_LINE = 1 << 24  # bytes; a server that sends more without a line end is
 class Answer:
     """What became of a request. Times are seconds of `time.perf_counter`, kinds of failure are few and fixed.
 
-    `chunks` are the arrivals of chunks with text; a last one without text (`silent_end`) joins them if a token may be
-    in it, as the end of an answer is. `failure` is None for an answer that is whole, and for one that was stopped from
-    here.
+    `chunks` are the arrivals of chunks with text, `silent_end` that of a last one without. `failure` is None for an
+    answer that is whole, and for one that was stopped from here.
     """
 
     id: str
@@ -56,23 +57,40 @@ class Answer:
         return len(self.chunks) if self.output_tokens is None else self.output_tokens
 
     @property
+    def arrivals(self) -> list[float]:
+        """When tokens came: with the chunks, and with a silent end if one may be in it, as the end of an answer is."""
+        if self.silent_end is None or self.tokens <= len(self.chunks):
+            return self.chunks
+        return [*self.chunks, self.silent_end]
+
+    @property
     def ttft(self) -> float:
-        """Seconds to the first chunk with text."""
-        return self.chunks[0] - self.start
+        """Seconds to the first token."""
+        return self.arrivals[0] - self.start
 
     @property
     def e2e(self) -> float:
-        """Seconds to the last chunk."""
-        return self.chunks[-1] - self.start
+        """Seconds to the last token."""
+        return self.arrivals[-1] - self.start
 
     @property
     def tpot(self) -> float | None:
         """Seconds per token after the first; None for an answer of one token."""
         return (self.e2e - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
 
-    def gaps(self) -> list[float]:
-        """Seconds from chunk to chunk."""
-        return [after - before for before, after in zip(self.chunks, self.chunks[1:])]
+
+def stamp_sending() -> "aiohttp.TraceConfig":
+    """Lets a request's clock start when its body is written, not when this process began to prepare it: of 64 requests
+    that begin at once, the last is written 20 ms after that."""
+    import aiohttp
+
+    async def on_sent(_session: Any, context: Any, _params: Any) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.start = time.perf_counter()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(on_sent)
+    return trace
 
 
 async def ask(
@@ -86,7 +104,7 @@ async def ask(
     try:
         async with (
             asyncio.timeout(timeout),
-            session.post(url, data=data, headers={"Content-Type": "application/json"}) as response,
+            session.post(url, data=data, headers=_HEADERS, trace_request_ctx=answer) as response,
         ):
             if response.status == 200:
                 await _read_events(response, answer)
@@ -124,14 +142,12 @@ async def _read_events(response: "aiohttp.ClientResponse", answer: Answer) -> No
             raise _BadStreamError(f"a line of more than {_LONGEST_LINE} bytes")
     if answer.failure is not None:
         return
-    if answer.silent_end is not None and answer.tokens > len(answer.chunks):
-        answer.chunks.append(answer.silent_end)
     if not done and answer.finish_reason is None:
         kind = response.content_type
         if not answer.chunks and kind != "text/event-stream":
             raise _BadStreamError(f"a body of type {kind}, not an event stream")
         answer.failure, answer.detail = "disconnect", "the stream ended before the answer did"
-    elif not answer.chunks:
+    elif not answer.arrivals:
         answer.failure, answer.detail = "empty answer", "no chunk held a token"
     elif answer.finish_reason == "abort":
         answer.failure, answer.detail = "aborted", "the server cut the answer short"

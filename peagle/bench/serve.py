@@ -1,6 +1,7 @@
 """`peagle bench serve`: check the server, put the load on it, report, save."""
 
 import asyncio
+import gc
 import hashlib
 import shlex
 import sys
@@ -12,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.client import Answer
+from peagle.bench.client import Answer, stamp_sending
 from peagle.bench.counters import DEFINITION, Counters, acceptance
-from peagle.bench.latency import DEFINITIONS, summarise
+from peagle.bench.latency import DEFINITIONS, gaps, summarise
 from peagle.bench.load import Load, extra_fields, run_load
 from peagle.bench.server_info import ServerInfo, read_counters, read_server
 from peagle.bench.sets import PromptSet, load_prompts
@@ -102,7 +103,7 @@ async def _measure(config: BenchServeConfig, prompts: PromptSet, console: "Conso
             _check_warm(warmed)
         await _open_connections(session, config, min(count, config.max_concurrency or count))
         before = await read_counters(session, config)
-        with _progress(console, "requests", count) as on_done:
+        with _progress(console, "requests", count) as on_done, _no_long_collections():
             load = await run_load(session, config, server.model, prompts.prompts, on_done)
         return Measured(load, prompts, server, before, await read_counters(session, config))
 
@@ -122,13 +123,26 @@ async def _session(config: BenchServeConfig) -> "AsyncIterator[aiohttp.ClientSes
     headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
     limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
-    async with aiohttp.ClientSession(connector=connector, timeout=limits, headers=headers) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, headers=headers, trace_configs=[stamp_sending()]
+    ) as session:
         yield session
 
 
 async def _open_connections(session: "aiohttp.ClientSession", config: BenchServeConfig, count: int) -> None:
     """Connect before the clock runs: what 64 handshakes take is not time to a first token."""
     await asyncio.gather(*(read_counters(session, config) for _ in range(min(count, 512))))
+
+
+@contextmanager
+def _no_long_collections() -> Iterator[None]:
+    """Leave what is there already out of garbage collection: going through a whole library takes 100 ms and more."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -178,7 +192,7 @@ def _request_row(answer: Answer, detailed: bool) -> dict[str, Any]:
     if answer.stats is not None:
         row["acceptance"] = asdict(answer.stats)
     if detailed:
-        row |= {"text": "".join(answer.text), "chunk_gaps_ms": [1000 * gap for gap in answer.gaps()]}
+        row |= {"text": "".join(answer.text), "chunk_gaps_ms": [1000 * gap for gap in gaps(answer.chunks)]}
     return row
 
 

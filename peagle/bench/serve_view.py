@@ -44,6 +44,7 @@ def _counts(row: Mapping[str, Any]) -> list[str]:
     if row["failed"]:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in row["failures"].items())
         lines.append(f"FAILED: {row['failed']} ({kinds}); they are in no figure below")
+        lines += [f"  {kind}: {detail}" for kind, detail in row["failure_examples"].items() if detail]
     if row["unfinished"] or row["not_sent"]:
         lines.append(f"unfinished: {row['unfinished']}, never sent: {row['not_sent']}")
     if not row["completed"]:
@@ -53,7 +54,7 @@ def _counts(row: Mapping[str, Any]) -> list[str]:
         f"output tokens/s     {row['output_throughput']:,.1f}",
         f"all tokens/s        {row['total_throughput']:,.1f}",
         f"tokens              {row['prompt_tokens']:,} in prompts, {row['output_tokens']:,} in answers "
-        f"(from {row['tokens_from']}), {row['tokens_per_chunk']:.2f} a chunk",
+        f"(from {row['tokens_from']}), {row['tokens_per_chunk'] or 0:.2f} a chunk",
         f"concurrency         {row['peak_concurrency']} at most, {row['mean_concurrency']:.1f} on average",
     ]
     goodput = row["goodput"]
