@@ -51,9 +51,10 @@ class ServerSource:
             yield setup.label
             most = max(self._config.concurrency)
             load, _ = asyncio.run(self._load(setup, self._prompts(first, most, _WARM_UP_TOKENS), most))
-            failed = next((answer for answer in load.answers if answer.failure is not None), None)
-            if failed is not None:
-                raise PeagleError(f"{setup.label}: a warm-up request failed ({failed.failure}: {failed.detail})")
+            failed = [answer for answer in load.answers if answer.failure is not None]
+            if len(failed) == len(load.answers):
+                first_one = f"{failed[0].failure}: {failed[0].detail}"
+                raise PeagleError(f"{setup.label}: all {len(failed)} requests to warm up failed ({first_one})")
 
     def run(self, dataset: str, setup: Setup, concurrency: int) -> Run:
         prompts = self._prompts(dataset, self._config.prompts_of(concurrency), self._config.max_tokens)

@@ -157,5 +157,5 @@ def _check_head(method: str, head: Path | str, layers: int, drafts: Sequence[int
     if config.parallel != (method == P_EAGLE):
         flag = {P_EAGLE: "--head", EAGLE3: "--eagle3-head"}
         other = EAGLE3 if method == P_EAGLE else P_EAGLE
-        raise PeagleError(f"{head} is a {config.kind} head: give it as {flag[other]}, not as {flag[method]}")
+        raise PeagleError(f"{head} is of the kind {config.kind}: give it as {flag[other]}, not as {flag[method]}")
     check_depth(max(drafts), trained_depth(head))
