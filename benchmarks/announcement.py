@@ -30,7 +30,6 @@ from peagle.bench.sweep import Sweep, check_out
 from peagle.bench.sweep_plan import Setup, setups_of
 from peagle.bench.sweep_settings import METHODS, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource
-from peagle.bench.sweep_tables import announcement_tables
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.errors import PeagleError
 from peagle.kernels.synthetic_acceptance import synthetic_profile
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     sweep = Sweep(
         _OnePlain(engines), config, args.out, setting, Console(stderr=True), begin=begin, resume=args.resume,
-        tables=announcement_tables,
+        synthetic=True,
     )  # fmt: skip
     sweep.measure(list(sets), setups_of(args.methods, args.k))
 

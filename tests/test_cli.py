@@ -15,6 +15,7 @@ import torch
 from peagle import __version__
 from peagle.bench.report import read_result
 from peagle.bench.settings import BenchServeConfig
+from peagle.bench.sweep_settings import SweepConfig
 from peagle.cli import app
 from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, ServeConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
@@ -95,7 +96,7 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "bench serve"])
+@pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench sweep"])
 def test_help_shows_examples(verb):
     done = peagle(*verb.split(), "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
@@ -118,6 +119,7 @@ def test_help_without_a_verb():
         ("profile", ProfileConfig),
         ("serve", ServeConfig),
         ("bench serve", BenchServeConfig),
+        ("bench sweep", SweepConfig),
     ],
 )
 def test_every_setting_has_a_flag(verb, config):

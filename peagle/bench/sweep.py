@@ -7,8 +7,11 @@ a server loads; and plots.
 import hashlib
 import json
 import random
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,11 @@ from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.bench.report import provenance, write_result
 from peagle.bench.sets import shipped_set
 from peagle.bench.settings import NAMED_SETS
-from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, setups_of
+from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource, Source
-from peagle.bench.sweep_tables import sweep_tables
+from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.drafters.checkpoint import resolve_head
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
@@ -53,7 +56,7 @@ def run_sweep(
     """Measure with engines of this process and write everything beside `out`; whether the sweep is complete.
 
     `heads` by method. Raises PeagleError before anything is loaded for what cannot be measured; after a Ctrl-C the
-    results so far are written, and KeyboardInterrupt goes on.
+    results so far are written, and KeyboardInterrupt goes on; SIGTERM likewise.
     """
     begin = time.perf_counter()
     methods = choose_methods(config, heads)
@@ -102,10 +105,11 @@ class Sweep:
 
     def __init__(
         self, source: Source, config: SweepConfig, out: Path, setting: Mapping[str, Any], console: Console,
-        *, begin: float, resume: bool, tables: Callable[[Sequence[Mapping[str, Any]]], str] = sweep_tables,
+        *, begin: float, resume: bool, synthetic: bool = False,
     ) -> None:  # fmt: skip
-        """`setting` says what is measured beside `config`; `begin` is since when the time counts."""
-        self._tables, self._written = tables, 0.0
+        """`setting` says what is measured beside `config`; `begin` is since when the time counts. What is `synthetic`
+        is the announcement's table: no K table is made of it, and its plots say so."""
+        self._synthetic, self._written = synthetic, 0.0
         self._source, self._config, self._out, self._console = source, config, out, console
         self._setting, self._begin = dict(setting), begin
         self.results = Results()
@@ -115,8 +119,6 @@ class Sweep:
         if resume:
             for repeat, cell, run in self._file.read():
                 self.results.add(repeat, cell, run)
-        elif self._file.path.exists():
-            self._file.path.unlink()  # of a sweep that died before its first result
 
     def _key(self, cell: Cell) -> str:
         """Fingerprint of what decides what the run of a cell is: a run of another is no run of this sweep."""
@@ -133,9 +135,10 @@ class Sweep:
         if len(todo) < len(plan):
             self._say(f"{len(plan) - len(todo)} of {len(plan)} runs are there")
         try:
-            if todo:
-                self._warm_up(sorted({cell.setup for _, cell in todo}))
-            left = self._run(todo)
+            with _ending_on_sigterm():
+                if todo:
+                    self._warm_up(sorted({cell.setup for _, cell in todo}))
+                left = self._run(todo)
         except BaseException:
             self._finish(missing=sum(not self.results.has(*each) for each in todo), report=True)
             raise
@@ -198,12 +201,31 @@ class Sweep:
             self._report(rows)
 
     def _report(self, rows: Sequence[SweepRow]) -> None:
-        self._say(f"\n{self._tables([asdict(row) for row in rows])}\n")
-        written = [self._out, *write_k_tables(rows, self._out), *_plots(rows, self._out, self._say)]
+        tables = announcement_tables if self._synthetic else sweep_tables
+        self._say(f"\n{tables([asdict(row) for row in rows])}\n")
+        written = [self._out] if self._synthetic else [self._out, *write_k_tables(rows, self._out)]
+        written += _plots(rows, self._out, self._say, "SYNTHETIC acceptance" if self._synthetic else "")
         self._say("wrote " + ", ".join(map(str, written)))
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM ends what runs as Ctrl-C does, with its own exit status."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class _Estimate:
@@ -239,8 +261,9 @@ def check_out(out: Path, *, resume: bool) -> None:
     """Raises PeagleError for a result that would be lost, and for one that is not there to go on with."""
     if out.suffix != ".json":
         raise PeagleError(f"--out is {out}: give a file name that ends in .json")
-    if out.exists() and not resume:
-        raise PeagleError(f"{out} exists: add --resume to go on with it, or give another name")
+    there = next((path for path in (out, runs_of(out)) if path.exists()), None)
+    if there is not None and not resume:
+        raise PeagleError(f"{there} exists: add --resume to go on with it, or give another name")
 
 
 def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:
@@ -280,11 +303,11 @@ def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:
     return paths
 
 
-def _plots(rows: Sequence[SweepRow], out: Path, say: Callable[[str], None]) -> list[Path]:
+def _plots(rows: Sequence[SweepRow], out: Path, say: Callable[[str], None], note: str) -> list[Path]:
     from peagle.bench.sweep_plots import plot_sweep
 
     try:
-        return plot_sweep(rows, out)
+        return plot_sweep(rows, out, note)
     except PeagleError as error:
         say(str(error))
         return []

@@ -59,6 +59,11 @@ def in_turns(
                     yield repeat, Cell(dataset, count, setup)
 
 
+def runs_of(result: Path) -> Path:
+    """The file of the runs that a result is made from."""
+    return result.with_suffix(".runs.jsonl")
+
+
 def fingerprint(settings: Mapping[str, Any]) -> str:
     """A short digest of settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
@@ -72,7 +77,7 @@ class RunFile:
 
     def __init__(self, result: Path, key_of: Callable[[Cell], str]) -> None:
         """The runs of a result file; `key_of` is the fingerprint of all that decides what a cell's run is."""
-        self.path, self._key_of = result.with_suffix(".runs.jsonl"), key_of
+        self.path, self._key_of = runs_of(result), key_of
 
     def read(self) -> Iterator[tuple[int, Cell, Run]]:
         """(repeat, cell, run) of every line of these settings. Raises PeagleError when the file cannot be read."""

@@ -17,8 +17,11 @@ _COLORS = ("tab:blue", "tab:orange")  # of the methods that draft
 _SIDE = 3.4  # inches of one picture
 
 
-def plot_sweep(rows: Sequence[SweepRow], out: Path) -> list[Path]:
-    """Draw what the rows hold beside the result `out`; the files. Raises PeagleError without matplotlib."""
+def plot_sweep(rows: Sequence[SweepRow], out: Path, note: str = "") -> list[Path]:
+    """Draw what the rows hold beside the result `out`; the files. `note` stands in every picture.
+
+    Raises PeagleError without matplotlib.
+    """
     if find_spec("matplotlib") is None:
         raise PeagleError("no plots without matplotlib: pip install 'peagle[plots]'")
     drafting = [row for row in rows if row.method != PLAIN]
@@ -29,6 +32,8 @@ def plot_sweep(rows: Sequence[SweepRow], out: Path) -> list[Path]:
         figures |= {"heat-map": _heat_maps(drafting), "speed-up": _curves(drafting)}
     paths = []
     for name, figure in figures.items():
+        if note:
+            figure.supxlabel(note, fontsize="small")
         for suffix in ("png", "svg"):
             path = out.with_name(f"{out.stem}-{name}.{suffix}")
             try:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 
 import pytest
 from rich.console import Console
@@ -124,6 +126,21 @@ def test_an_interrupted_sweep_is_kept_and_resumed(tmp_path):
     assert sweep_of(third, out, resume=True)[0].measure(["a", "b"], SETUPS)
     assert not third.asked
     assert not third.warmed
+
+
+def test_sigterm_keeps_what_is_there(tmp_path):
+    class Ended(MadeUp):
+        def run(self, dataset, setup, concurrency):
+            if len(self.asked) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().run(dataset, setup, concurrency)
+
+    before, out = signal.getsignal(signal.SIGTERM), tmp_path / "sweep-x.json"
+    with pytest.raises(SystemExit) as ended:
+        sweep_of(Ended(), out)[0].measure(["a"], SETUPS)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert read_result(out)["settings"]["missing_runs"] == 17
 
 
 def test_a_larger_grid_keeps_its_runs_and_other_settings_do_not(tmp_path):
