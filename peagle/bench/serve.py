@@ -17,6 +17,7 @@ from peagle.bench.client import Answer, stamp_sending
 from peagle.bench.counters import DEFINITION, Counters, acceptance
 from peagle.bench.latency import DEFINITIONS, gaps, summarise
 from peagle.bench.load import Load, extra_fields, run_load
+from peagle.bench.load_progress import LoadProgress
 from peagle.bench.server_info import ServerInfo, read_counters, read_server
 from peagle.bench.sets import PromptSet, load_prompts
 from peagle.bench.settings import BenchServeConfig
@@ -98,12 +99,12 @@ async def _measure(config: BenchServeConfig, prompts: PromptSet, console: "Conso
         server = await read_server(session, config)
         if config.num_warmups:
             warmups = [prompts.prompts[n % count] for n in range(config.num_warmups)]
-            with _progress(console, "warming up", len(warmups)) as on_done:
+            with LoadProgress(console, "warm-up", len(warmups)) as on_done:
                 warmed = await run_load(session, config, server.model, warmups, on_done)
             _check_warm(warmed)
         await _open_connections(session, config, min(count, config.max_concurrency or count))
         before = await read_counters(session, config)
-        with _progress(console, "requests", count) as on_done, _no_long_collections():
+        with LoadProgress(console, "requests", count) as on_done, _no_long_collections():
             load = await run_load(session, config, server.model, prompts.prompts, on_done)
         return Measured(load, prompts, server, before, await read_counters(session, config))
 
@@ -143,37 +144,6 @@ def _no_long_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def _progress(console: "Console", what: str, count: int) -> "Iterator[Any]":
-    """A bar with rate, failures and time left; calls of the value count an answer."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    start, seen = time.perf_counter(), {"tokens": 0, "failed": 0}
-    # Few refreshes: drawing the bar takes time from the streams.
-    with Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2) as progress:
-        task = progress.add_task(what, total=count, rate="")
-
-        def on_done(answer: Answer) -> None:
-            seen["tokens"] += answer.tokens
-            seen["failed"] += answer.failure is not None
-            failed = f", [red]{seen['failed']} failed[/]" if seen["failed"] else ""
-            rate = seen["tokens"] / max(1e-9, time.perf_counter() - start)
-            progress.update(task, advance=1, rate=f"{rate:,.0f} tok/s{failed}")
-
-        yield on_done
 
 
 def _request_row(answer: Answer, detailed: bool) -> dict[str, Any]:

@@ -24,6 +24,8 @@ def print_report(console: "Console", row: Mapping[str, Any], config: BenchServeC
     if row["partial"]:
         say("PARTIAL: the run was stopped before its end")
     say(*_counts(row), "")
+    if not row["completed"]:
+        return
     table = Table(title="latency, ms", title_justify="left")
     shares = [f"p{share:g}" for share in config.metric_percentiles]
     for column in ("", "mean", *shares):

@@ -86,6 +86,7 @@ class BenchServeConfig:
     label: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset_name", self.dataset_name.replace("_", "-"))  # vLLM's spec_bench
         check_choice(self, "dataset_name", *DATASETS)
         if self.backend is not None:
             check_choice(self, "backend", *BACKENDS)

@@ -275,6 +275,71 @@ def _profile(rows: Sequence[Json]) -> str:
     )
 
 
+def _client_overhead(rows: Sequence[Json]) -> str:
+    header = ("client", "tokens", "chunks/s", "TPOT added", "E2E added", "TTFT added", "client's CPU")
+    return markdown_table(
+        header,
+        [
+            (
+                row["client"],
+                f"{row['tokens_per_chunk']} every {row['tokens_per_chunk'] * row['interval_ms']:g} ms",
+                f"{row['chunks_per_second']:,.0f}",
+                f"{100 * row['tpot_added']:+.2f} %",
+                f"{100 * row['e2e_added']:+.2f} %",
+                f"{row['ttft_added_ms']:+.1f} ms",
+                "" if row["client_cpu_share"] is None else f"{row['client_cpu_share']:.2f} cores",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _serve(rows: Sequence[Json]) -> str:
+    """Loads put on servers, a line each."""
+    header = (
+        "model",
+        "prompts",
+        "at once",
+        "tok/s",
+        "TTFT ms",
+        "TPOT ms",
+        "p99",
+        "E2E ms",
+        "AL",
+        "completed",
+        "failed",
+    )
+    return markdown_table(
+        header,
+        [
+            (
+                row["model"],
+                row["dataset"] + (" (partial)" if row["partial"] else ""),
+                str(row["peak_concurrency"]),
+                f"**{row['output_throughput']:,.1f}**",
+                _latency(row, "ttft", "p50"),
+                _latency(row, "tpot", "p50"),
+                _latency(row, "tpot", "p99"),
+                _latency(row, "e2el", "p50"),
+                _served_length(row["acceptance"]),
+                str(row["completed"]),
+                str(row["failed"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _latency(row: Json, name: str, figure: str) -> str:
+    spread = row["latency_ms"][name]
+    return "–" if spread is None else f"{spread[figure]:,.1f}"
+
+
+def _served_length(acceptance: Json | None) -> str:
+    length = None if acceptance is None else acceptance["acceptance_length"]
+    return "–" if length is None else f"{length:.2f}"
+
+
 _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
     {
         "acceptance-": _acceptance,
@@ -288,6 +353,8 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "engine-speed-": _engine_speed,
         "peer-vllm-": _engine_speed,  # before any shorter beginning
         "profile-": _profile,
+        "serve-": _serve,
+        "client-overhead": _client_overhead,
         "peer-": _peer,
         "sweep-": sweep_tables,
         "announcement-": announcement_tables,

@@ -14,6 +14,7 @@ from rich.console import Console
 from peagle.bench.report import read_result
 from peagle.bench.serve import FAILED_STATUS, run_bench_serve
 from peagle.bench.settings import BenchServeConfig
+from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 from tests.bench.fake_api import TOKENS, fake_api
 from tests.test_cli import environment
@@ -51,6 +52,9 @@ def test_a_whole_run(tmp_path, capsys):
     assert row["acceptance"]["per_position"] == [0.75, 0.5, 0.25]
     assert row["tokens_per_chunk"] == 2
     assert 10 <= row["latency_ms"]["ttft"]["p50"] < 1000
+    assert re.search(
+        r"\| tiny \| custom \| 3 \| \*\*[\d.,]+\*\* \| .* \| 2.50 \| 12 \| 0 \|", render_block("serve-x", result)
+    )
     settings = result["settings"]
     assert settings["server"] == {"version": "1.2.3", "models": [{"id": "tiny"}]}
     assert settings["prompts"]["sent"] == 12
@@ -82,6 +86,7 @@ def test_failures_are_counted_by_kind_and_averaged_nowhere(tmp_path, capsys):
     assert (row["completed"], row["failed"]) == (1, 11)
     assert row["output_tokens"] == len(TOKENS)
     assert row["latency_ms"]["e2el"]["p99"] < 1000
+    assert render_block("serve-x", result).splitlines()[2].endswith("| – | 1 | 11 |")
     details = {request["id"].split(":")[1]: request["detail"] for request in result["results"]["requests"][1:]}
     assert details["2"] == "as you wish"
     assert details["6"] == "the engine fell over"
@@ -94,11 +99,14 @@ def test_failures_are_counted_by_kind_and_averaged_nowhere(tmp_path, capsys):
 
 
 def test_every_request_fails(tmp_path, capsys):
-    with fake_api() as api:
+    with fake_api(metrics=False) as api:
         status, result = bench(api, tmp_path, **custom(tmp_path, "status 503", "status 503"))
     assert status == FAILED_STATUS
     assert result["results"]["rows"][0]["failures"] == {"HTTP 503": 2}
-    assert "no request was completed" in capsys.readouterr().out
+    assert render_block("serve-x", result).splitlines()[2].endswith("| – | – | – | – | – | 0 | 2 |")
+    shown = capsys.readouterr().out
+    assert "no request was completed" in shown
+    assert "TTFT" not in shown
 
 
 def test_a_server_without_usage(tmp_path):

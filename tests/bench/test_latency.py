@@ -1,17 +1,21 @@
 """Figures of a load, against loads made by hand; acceptance from counters and from answers."""
 
 import math
+import re
+from io import StringIO
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.client import Answer
 from peagle.bench.counters import acceptance, parse_counters
 from peagle.bench.latency import latencies, spread, summarise
 from peagle.bench.load import Load, extra_fields, request_body, send_times
+from peagle.bench.load_progress import LoadProgress
 from peagle.bench.sets import LoadPrompt
 from peagle.bench.settings import BenchServeConfig
 from peagle.errors import PeagleError
@@ -67,6 +71,17 @@ def test_an_end_without_text_is_a_token_if_one_is_missing():
     assert found["itl"] == pytest.approx([100, 100])
     assert found["chunk"] == pytest.approx([100])
     assert answer(tokens=1, silent_end=10.5).ttft == 0.5
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(monkeypatch, terminal):
+    said = StringIO()
+    monkeypatch.setattr("peagle.bench.load_progress._LINE_SECONDS", 0.0)
+    with LoadProgress(Console(file=said, force_terminal=terminal, width=120), "requests", 3) as progress:
+        progress(answer(0.1, tokens=5))
+        progress(answer(failure="HTTP 500"))
+    assert re.search(r"tok/s, 1 failed", said.getvalue())
+    assert ("\nrequests: 2 of 3, " in said.getvalue()) is not terminal
 
 
 def test_tokens_without_usage_are_chunks():
@@ -187,6 +202,7 @@ def test_settings_are_checked(wrong):
 def test_addresses(monkeypatch):
     assert BenchServeConfig(base_url="http://h:1/v1/").server == "http://h:1"
     assert BenchServeConfig(host="h", port=2).server == "http://h:2"
+    assert BenchServeConfig(dataset_name="spec_bench").dataset_name == "spec-bench"
     assert BenchServeConfig().path == "/v1/chat/completions"
     assert BenchServeConfig(dataset_name="random").path == BenchServeConfig(backend="vllm").path == "/v1/completions"
     monkeypatch.setenv("OPENAI_API_KEY", "environment")
