@@ -68,6 +68,15 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "--k 3,5,7 --concurrency 1,8,64 --prompts-per-client 4 --out sweep-me.json",
             "peagle bench sweep org/model --head my-head --methods p-eagle,none --seconds 600 --out s.json --resume",
         ),
+        "eval": _examples(
+            "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --limit 10 --max-num-seqs 16",
+            "peagle eval my-head org/model --sets mt_bench,mine.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
+            "peagle eval my-head org/model --sets none --accuracy humaneval,gsm8k --run-code --k 5",
+        ),
+        "bench compare": _examples(
+            "peagle bench compare before.json after.json",
+            "peagle bench compare before.json after.json --fail-on-regression 3",
+        ),
         "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
     }
 )

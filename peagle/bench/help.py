@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from peagle.bench.settings import BACKENDS, DATASETS, METRICS
+from peagle.bench.settings import ACCURACY_TASKS, BACKENDS, DATASETS, METRICS
 from peagle.bench.sweep_settings import METHODS
 
 BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -65,6 +65,33 @@ BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
+
+EVAL_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Acceptance": {
+            "sets": "Prompt sets: mt_bench, humaneval, gsm8k, mbpp, or prompts files; none: no acceptance.",
+            "limit": "Prompts of each set, from the top (default: all; on a CPU take 10).",
+            "k": "Draft tokens per round; each is measured.",
+            "temperatures": "Sampling temperatures; each is measured, 0 is greedy.",
+            "max_tokens": "Longest answer, in tokens.",
+            "seed": "Seed of sampling and of the intervals.",
+            "lossless_prompts": "Prompts answered without drafts too, to compare token by token; 0: none.",
+        },
+        "Accuracy": {
+            "accuracy": f"Tasks whose answers are marked: {', '.join(ACCURACY_TASKS)}.",
+            "accuracy_tokens": "Longest answer to them, in tokens.",
+            "run_code": "RUN PROGRAMS THAT THE MODEL WROTE, as HumanEval needs: confined, but do it where they can do "
+            "no harm.",
+        },
+        "Running": {
+            "max_num_seqs": "Requests that run at once.",
+            "kernels": "torch, triton, or auto: triton on GPU.",
+            "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU.",
+            "device": "cpu, cuda, or auto: a GPU if there is one.",
+        },
+    }
+)
+EVAL_ALIASES: Mapping[str, str] = MappingProxyType({"temperatures": "--temperature"})
 # vLLM's name for the order of the file.
 BENCH_SERVE_ALIASES: Mapping[str, str] = MappingProxyType({"shuffle": "/--disable-shuffle"})
 

@@ -1,4 +1,4 @@
-"""Markdown of result files: the one table they all use."""
+"""Markdown tables."""
 
 from collections.abc import Sequence
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share
+from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import PeagleError
 
 # A name of our own or of vLLM -> the endpoint it stands for.
@@ -23,6 +24,7 @@ DATASETS = ("hf", "custom", *NAMED_SETS, "spec-bench", "speed-bench", "sharegpt"
 METRICS = ("ttft", "tpot", "itl", "chunk", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DEFAULT_OUTPUT_LEN = 256
+ACCURACY_TASKS = ("humaneval", "gsm8k")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,3 +157,54 @@ class BenchServeConfig:
         """Path of the endpoint."""
         backend = self.backend or ("openai" if self.dataset_name == "random" else "openai-chat")
         return self.endpoint or BACKENDS[backend]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """What `peagle eval` measures of a head. `sets` are names or prompts files, `limit` is prompts of each set.
+
+    `lossless_prompts` are answered without drafts too, spread over the sets, and compared token by token; 0: none.
+    `accuracy` names tasks whose answers are marked, in up to `accuracy_tokens` tokens; marking HumanEval runs programs
+    that the model wrote, which `run_code` has to allow.
+    """
+
+    sets: tuple[str, ...] = ("mt_bench", "humaneval", "gsm8k", "mbpp")
+    limit: int | None = None
+    k: tuple[int, ...] = (3, 5, 7)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    max_tokens: int = 256
+    seed: int = 0
+    lossless_prompts: int = 32
+    accuracy: tuple[str, ...] = ()
+    accuracy_tokens: int = 512
+    run_code: bool = False
+    max_num_seqs: int = 256
+    kernels: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "limit", "max_tokens", "accuracy_tokens", "max_num_seqs")
+        check_at_least(self, 0, "lossless_prompts", "seed")
+        for name in ("k", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise PeagleError(f"{name} are {list(values)}: give at least one, each only once")
+        hot = [t for t in self.temperatures if not 0 <= t <= 100]
+        if hot:
+            raise PeagleError(f"temperatures has {hot[0]}: each must be in 0 .. 100")
+        outside = [k for k in self.k if not 1 <= k <= MAX_SPECULATIVE_TOKENS]
+        if outside:
+            raise PeagleError(f"k has {outside[0]}: each must be a whole number in 1 .. {MAX_SPECULATIVE_TOKENS}")
+        for task in self.accuracy:
+            if task not in ACCURACY_TASKS:
+                raise PeagleError(f"accuracy has {task!r}: choose among {', '.join(ACCURACY_TASKS)}")
+        if "humaneval" in self.accuracy and not self.run_code:
+            raise PeagleError("accuracy humaneval runs programs that the model wrote: add --run-code to allow it")
+        if not self.prompt_sets and not self.accuracy:
+            raise PeagleError("sets is 'none' and no accuracy is asked for, so nothing is measured: name one of them")
+
+    @property
+    def prompt_sets(self) -> tuple[str, ...]:
+        """The sets to measure acceptance on; `none` is how the command line says that there are none."""
+        return () if self.sets == ("none",) else self.sets

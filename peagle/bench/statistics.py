@@ -5,7 +5,6 @@ would make every interval too narrow. An interval is the percentile bootstrap's 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,8 +62,19 @@ def ratio_interval(
     return _interval(_ratio(over.sum(), under.sum()), _draw(over, under, draws, seed), level)
 
 
+def ratio_intervals(
+    numerators: ArrayLike, denominators: ArrayLike, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
+) -> list[Interval]:
+    """`ratio_interval` of every column of two tables [requests, columns], from one and the same draw of requests."""
+    over, under = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if over.ndim != 2 or over.shape != under.shape or not len(over):
+        raise PeagleError(f"intervals need two tables of one size, not {over.shape} and {under.shape}")
+    values, drawn = _ratio(over.sum(axis=0), under.sum(axis=0)), _draw(over, under, draws, seed)
+    return [_interval(value, column, level) for value, column in zip(values, drawn.T, strict=True)]
+
+
 def acceptance_length_interval(
-    accepted: Sequence[int], rounds: Sequence[int], *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
+    accepted: ArrayLike, rounds: ArrayLike, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
     """1 + accepted / rounds, of every request's accepted drafts and its rounds."""
     return ratio_interval(accepted, rounds, level=level, draws=draws, seed=seed).shifted(1.0)
@@ -111,6 +121,22 @@ def paired_difference(
     """Mean of `second` less mean of `first` over the same requests in the same order."""
     a, b = _pairs(first, second)
     return mean_interval(b - a, level=level, draws=draws, seed=seed)
+
+
+def paired_ratio_difference(
+    first: tuple[ArrayLike, ArrayLike],
+    second: tuple[ArrayLike, ArrayLike],
+    *,
+    level: float = LEVEL,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Interval:
+    """`ratio_difference` over the same requests in the same order: what they have in common does not blur it."""
+    a, b = _pairs(*first), _pairs(*second)
+    if len(a[0]) != len(b[0]):
+        raise PeagleError(f"{len(a[0])} requests cannot be paired with {len(b[0])}")
+    value = _ratio(b[0].sum(), b[1].sum()) - _ratio(a[0].sum(), a[1].sum())
+    return _interval(value, _draw(*b, draws, seed) - _draw(*a, draws, seed), level)  # one seed: the same requests
 
 
 def interval_difference(first: Interval, second: Interval) -> Interval:

@@ -4,21 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from peagle.bench import eval_tables
 from peagle.bench.markdown import markdown_table
 from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.errors import PeagleError
 
 Json = Mapping[str, Any]
 
+_EVALUATIONS = ("eval-", "accuracy-")  # several tables each
+
 
 def render_block(name: str, result: Json | None) -> str:
     """Markdown for one result: its table and a line that says where it was measured. None: not measured yet."""
     if result is None:
         return f"*Not measured yet: `benchmarks/results/{name}.json` will fill this table.*"
+    if name.startswith(_EVALUATIONS):
+        return f"{eval_tables.markdown(result['results'])}\n\n{_measured_on(name, result)}"
     for prefix, render in _TABLES.items():
         if name.startswith(prefix):
             return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
-    raise PeagleError(f"no table is known for the result {name!r}: names start with {', '.join(_TABLES)}")
+    raise PeagleError(
+        f"no table is known for the result {name!r}: names start with {', '.join((*_EVALUATIONS, *_TABLES))}"
+    )
 
 
 def _acceptance(rows: Sequence[Json]) -> str:

@@ -13,7 +13,7 @@ from peagle.flags import with_flags
 from peagle.help import EXAMPLES
 
 bench = typer.Typer(
-    help="Measure: a server under load, and which K is best for how many requests.", rich_markup_mode="rich"
+    help="Measure: a server under load, which K pays, and whether two results differ.", rich_markup_mode="rich"
 )
 
 
@@ -61,3 +61,24 @@ def sweep(
     given = {P_EAGLE: head or shipped_head(model), EAGLE3: eagle3_head}
     heads = {method: path for method, path in given.items() if path is not None}
     run_sweep(model, heads, config, out, console, resume=resume)
+
+
+@bench.command(epilog=EXAMPLES["bench compare"])
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="Result file of the earlier run.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Result file of the later run.")],
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show figures that did not move, or by noise, and mere counts too.")
+    ] = False,
+    fail_on_regression: Annotated[
+        float | None,
+        typer.Option(metavar="PCT", help="Exit status 1 if a figure got worse by more than this."),
+    ] = None,
+) -> None:
+    """Compare two result files: what moved, by how much, and is it noise."""
+    from rich.console import Console
+
+    from peagle.bench.compare import run_compare
+
+    console = Console()
+    raise typer.Exit(run_compare(before, after, console, show_all=show_all, fail_on_regression=fail_on_regression))

@@ -14,8 +14,10 @@ from peagle.bench.statistics import (
     mean_difference,
     mean_interval,
     paired_difference,
+    paired_ratio_difference,
     ratio_difference,
     ratio_interval,
+    ratio_intervals,
     repeats_difference,
     repeats_interval,
 )
@@ -84,6 +86,24 @@ def test_a_pairing_removes_what_requests_differ_by():
     assert mean_difference(base, base + 1).includes_zero
 
 
+def test_pairs_of_ratios_see_what_two_samples_cannot():
+    rng = np.random.default_rng(2)
+    rounds = rng.integers(20, 60, 40)
+    accepted = rng.binomial(rounds * 4, rng.beta(2, 2, 40))
+    worse = accepted - rng.binomial(accepted, 0.05)
+    assert not paired_ratio_difference((accepted, rounds), (worse, rounds)).includes_zero
+    assert ratio_difference((accepted, rounds), (worse, rounds)).includes_zero
+    assert paired_ratio_difference((accepted, rounds), (accepted, rounds)) == Interval(0.0, 0.0, 0.0)
+
+
+def test_columns_are_those_of_the_single_figure():
+    rng = np.random.default_rng(3)
+    over, under = rng.integers(0, 9, (30, 3)), rng.integers(1, 9, (30, 3))
+    for column, interval in enumerate(ratio_intervals(over, under)):
+        alone = ratio_interval(over[:, column], under[:, column])
+        assert (interval.low, interval.high) == pytest.approx((alone.low, alone.high))
+
+
 def test_the_seed_decides_and_parts_do_not_matter(monkeypatch):
     values = np.random.default_rng(0).normal(size=50)
     assert mean_interval(values, seed=3) == mean_interval(values, seed=3) != mean_interval(values, seed=4)
@@ -110,6 +130,8 @@ def test_a_ratio_lies_between_the_extremes(pairs):
         lambda: mean_interval([1.0, math.nan]),
         lambda: ratio_interval([1, 2], [1]),
         lambda: mean_interval([1.0], level=1.0),
+        lambda: ratio_intervals([[1, 2]], [[1]]),
+        lambda: paired_ratio_difference(([1], [1]), ([1, 1], [1, 1])),
         lambda: mean_interval([1.0], draws=0),
     ],
 )
