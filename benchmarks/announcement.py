@@ -96,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "target": f"{args.shape}, random weights",
         "acceptance": "SYNTHETIC: drawn by chance with the lengths below, as the announcement has them or derived",
         "acceptance_lengths": lengths,
-        "datasets": list(sets),
-        "prompt_tokens": PROMPT_TOKENS,
-        "prompts": "random",
+        "datasets": {name: {"prompts": f"random, {PROMPT_TOKENS} tokens"} for name in sets},
     }
     sweep = Sweep(
         _OnePlain(engines), config, args.out, setting, Console(stderr=True), begin=begin, resume=args.resume,

@@ -42,10 +42,10 @@ DEFINITIONS = {
 
 _WRITE_EVERY = 1.0  # seconds between results, which are made anew; runs are written one by one
 # What belongs to one prompt set, one method or one setup alone.
-_OF_SOME = ("prompts_sha256", "heads", "servers")
+_OF_SOME = ("datasets", "heads", "servers")
 # Settings that say which runs there are, or what only some of them are: a grid that grows keeps the runs it has.
 _GRID = (
-    "datasets", "methods", "k", "concurrency", "repeats", "seconds", "num_prompts", "prompts_per_client", "command",
+    "methods", "k", "concurrency", "repeats", "seconds", "num_prompts", "prompts_per_client", "command",
     "acceptance_lengths", *_OF_SOME,
 )  # fmt: skip
 
@@ -67,9 +67,8 @@ def run_sweep(
     source = EngineSource.load(model, used, sets, config, plain=PLAIN in methods)
     setting = {
         "target": source.target.name,
-        "datasets": list(sets),
+        "datasets": _described(sets),
         "heads": {method: _identity(head) for method, head in used.items()},
-        "prompts_sha256": {name: _digest(rows) for name, rows in sets.items()},
         "source": "engines of one process that share the target",
     }
     sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
@@ -90,9 +89,8 @@ def run_server_sweep(
     source = ServerSource(model, servers, sets, config)
     setting = {
         "target": model,
-        "datasets": list(sets),
+        "datasets": _described(sets),
         "servers": {setup.label: info.version for setup, info in source.infos.items()},
-        "prompts_sha256": {name: _digest(rows) for name, rows in sets.items()},
         "source": "a server for each way to decode, over HTTP",
         "k": sorted({setup.num_drafts for setup in servers}),
     }
@@ -324,6 +322,10 @@ def _identity(head: Path | str) -> dict[str, str]:
     return {"name": name, "sha256": digest.hexdigest()}
 
 
-def _digest(rows: Sequence[PromptRow]) -> str:
-    text = json.dumps([list(row.messages) for row in rows], ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _described(sets: Mapping[str, Sequence[PromptRow]]) -> dict[str, dict[str, str | int]]:
+    """What a result says of its prompt sets."""
+    described: dict[str, dict[str, str | int]] = {}
+    for name, rows in sets.items():
+        text = json.dumps([list(row.messages) for row in rows], ensure_ascii=False)
+        described[name] = {"prompts": len(rows), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return described

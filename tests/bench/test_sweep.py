@@ -65,7 +65,9 @@ def sweep_of(source, out, config=CONFIG, *, resume=False, setting=None, begin=No
 
     console = Console(file=io.StringIO(), width=200)
     begin = time.perf_counter() if begin is None else begin
-    setting = {"target": "made up", "prompts_sha256": {"a": "1", "b": "2"}} if setting is None else setting
+    setting = (
+        {"target": "made up", "datasets": {"a": {"sha256": "1"}, "b": {"sha256": "2"}}} if setting is None else setting
+    )
     return Sweep(source, config, out, setting, console, begin=begin, resume=resume), console
 
 
@@ -155,8 +157,8 @@ def test_a_larger_grid_keeps_its_runs_and_other_settings_do_not(tmp_path):
     for changed, setting in (
         (replace(CONFIG, max_tokens=64), None),
         (replace(CONFIG, temperature=1.0), None),
-        (CONFIG, {"target": "made up", "prompts_sha256": {"a": "other"}}),
-        (CONFIG, {"target": "another", "prompts_sha256": {"a": "1"}}),
+        (CONFIG, {"target": "made up", "datasets": {"a": {"sha256": "other"}}}),
+        (CONFIG, {"target": "another", "datasets": {"a": {"sha256": "1"}}}),
     ):
         other = MadeUp()
         sweep_of(other, out, changed, resume=True, setting=setting)[0].measure(["a"], SETUPS)
@@ -164,7 +166,7 @@ def test_a_larger_grid_keeps_its_runs_and_other_settings_do_not(tmp_path):
 
 
 def test_another_head_is_measured_anew_alone(tmp_path):
-    out, base = tmp_path / "sweep-x.json", {"prompts_sha256": {"a": "1"}}
+    out, base = tmp_path / "sweep-x.json", {"datasets": {"a": {"sha256": "1"}}}
     heads = {P_EAGLE: {"sha256": "1"}, EAGLE3: {"sha256": "2"}}
     sweep_of(MadeUp(), out, setting=base | {"heads": heads})[0].measure(["a"], SETUPS)
     source = MadeUp()

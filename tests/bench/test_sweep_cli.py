@@ -82,13 +82,15 @@ def test_both_heads_and_no_drafts(tiny, tmp_path, capsys):
     }  # fmt: skip
     assert len(rows) == 10
     assert len({row["tokens"] for row in rows}) == 1  # greedy: every way to decode gives the same text
-    assert result["settings"]["datasets"] == ["mine"]
+    assert result["settings"]["datasets"]["mine"]["prompts"] == 4
     assert result["settings"]["heads"][P_EAGLE]["name"] == "parallel"
     assert str(tmp_path) not in out.read_text()
     assert str(tiny) not in out.read_text()
     assert "p-eagle over eagle3" in capsys.readouterr().err
     assert json.loads((tmp_path / "sweep-x.k-table-eagle3.json").read_text()).keys() == {"1", "2"}
     assert "sweep-x.json exists: add --resume" in fails(capsys, sweep(tiny, out))
+    assert run(app, ["bench", "compare", str(out), str(out)]) == 0
+    capsys.readouterr()
     assert sweep(tiny, out, "--resume") == 0
     assert "10 of 10 runs are there" in capsys.readouterr().err
 
