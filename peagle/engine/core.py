@@ -24,6 +24,7 @@ from peagle.engine.speculation import FixedK, KPolicy
 from peagle.engine.step import SpeculativeStep
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import RowLogprobs
+from peagle.kernels.synthetic_acceptance import SyntheticLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class EngineCore:
     def keep_history(self, vocab_size: int) -> None:
         """Prepare for requests with penalties or a bias. Raises PeagleError where there is no memory for it."""
         self._state.keep_history(vocab_size)
+
+    @property
+    def synthetic(self) -> SyntheticLengths | None:
+        """What SYNTHETIC accept lengths are drawn from; None where drafts are verified."""
+        return self._speculative.synthetic
 
     @property
     def has_work(self) -> bool:
