@@ -211,7 +211,8 @@ class EngineConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
     """The server around an engine. Port 0 is any that is free, `allowed_origins` are the web pages of other hosts that
-    may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut."""
+    may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut.
+    `trust_remote_code` is there for command lines that have it: no code that comes with a model is ever run."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -223,6 +224,9 @@ class ServeConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    page: bool = True
+    log_level: str = "info"
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         _check_between(self, 0, 65535, "port")
@@ -232,6 +236,8 @@ class ServeConfig:
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise PeagleError(f"{name} is empty: give one, or leave it out")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise PeagleError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise PeagleError("ssl_keyfile needs ssl_certfile: give the certificate too")
 

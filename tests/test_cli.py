@@ -15,6 +15,7 @@ import torch
 from peagle import __version__
 from peagle.bench.report import read_result
 from peagle.bench.settings import BenchServeConfig, EvalConfig
+from peagle.bench.sweep_settings import SweepConfig
 from peagle.cli import app
 from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, ServeConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
@@ -25,8 +26,18 @@ from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
 VERBS = (
-    "generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "eval", "demo",
-)  # fmt: skip
+    "generate",
+    "chat",
+    "self-prompts",
+    "prepare",
+    "train",
+    "inspect",
+    "export",
+    "profile",
+    "serve",
+    "eval",
+    "demo",
+)
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
@@ -97,7 +108,7 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench compare"])
+@pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench sweep", "bench compare"])
 def test_help_shows_examples(verb):
     done = peagle(*verb.split(), "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
@@ -120,6 +131,7 @@ def test_help_without_a_verb():
         ("profile", ProfileConfig),
         ("serve", ServeConfig),
         ("bench serve", BenchServeConfig),
+        ("bench sweep", SweepConfig),
         ("eval", EvalConfig),
     ],
 )

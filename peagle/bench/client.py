@@ -1,7 +1,7 @@
 """One streamed request as a client sees it: when its tokens came, how many there were, and how it ended.
 
-`aiohttp` is the client library because it costs least: 12 microseconds a chunk where httpx takes 19 to 60, so that 64
-streams of 600 tokens/s keep half a core busy and their times are right (`benchmarks/client_overhead.py`).
+It costs little CPU a chunk, so that at many streams it measures the server and not itself;
+`benchmarks/client_overhead.py` says how well that works.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ class Answer:
 
 
 def stamp_sending() -> "aiohttp.TraceConfig":
-    """Lets a request's clock start when its body is written, not when this process began to prepare it: of 64 requests
-    that begin at once, the last is written 20 ms after that."""
+    """Lets a request's clock start when its body is written, not when this process began to prepare it: of many
+    requests that begin at once, the last is written a good while after that."""
     import aiohttp
 
     async def on_sent(_session: Any, context: Any, _params: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from peagle.bench.settings import ACCURACY_TASKS, BACKENDS, DATASETS, METRICS
+from peagle.bench.sweep_settings import METHODS
 
 BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -93,3 +94,28 @@ EVAL_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 EVAL_ALIASES: Mapping[str, str] = MappingProxyType({"temperatures": "--temperature"})
 # vLLM's name for the order of the file.
 BENCH_SERVE_ALIASES: Mapping[str, str] = MappingProxyType({"shuffle": "/--disable-shuffle"})
+
+SWEEP_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Grid": {
+            "datasets": "mt-bench, humaneval, gsm8k, mbpp, or prompt files.",
+            "methods": f"{', '.join(METHODS)} (default: none, and those there is a head for).",
+            "k": "Draft tokens per round.",
+            "concurrency": "Requests in flight.",
+            "repeats": "How often every cell is measured, in turns with the others.",
+        },
+        "Cells": {
+            "num_prompts": "Prompts that a cell answers; a set with fewer begins again.",
+            "prompts_per_client": "At most this many x concurrency, so that few requests at once do not take longest.",
+            "max_tokens": "Longest answer, in tokens.",
+            "temperature": "Sampling temperature; 0 is greedy.",
+            "ignore_eos": "Go on to the full length, past the end of the answer.",
+            "seed": "Seed of the order of prompts and of the sampling noise.",
+        },
+        "Running": {
+            "seconds": "Begin no cell that would not end within this time; --resume goes on later.",
+            "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU.",
+            "device": "cpu, cuda, or auto: a GPU if there is one.",
+        },
+    }
+)

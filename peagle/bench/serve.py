@@ -131,13 +131,13 @@ async def _session(config: BenchServeConfig) -> "AsyncIterator[aiohttp.ClientSes
 
 
 async def _open_connections(session: "aiohttp.ClientSession", config: BenchServeConfig, count: int) -> None:
-    """Connect before the clock runs: what 64 handshakes take is not time to a first token."""
+    """Connect before the clock runs: what many handshakes take is not time to a first token."""
     await asyncio.gather(*(read_counters(session, config) for _ in range(min(count, 512))))
 
 
 @contextmanager
 def _no_long_collections() -> Iterator[None]:
-    """Leave what is there already out of garbage collection: going through a whole library takes 100 ms and more."""
+    """Leave what is there already out of garbage collection, which would hold up every stream."""
     gc.collect()
     gc.freeze()
     try:

@@ -6,6 +6,7 @@ from typing import Any
 
 from peagle.bench import eval_tables
 from peagle.bench.markdown import markdown_table
+from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.errors import PeagleError
 
 Json = Mapping[str, Any]
@@ -362,6 +363,8 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "serve-": _serve,
         "client-overhead": _client_overhead,
         "peer-": _peer,
+        "sweep-": sweep_tables,
+        "announcement-": announcement_tables,
     }
 )
 
@@ -369,9 +372,10 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
 def _measured_on(name: str, result: Json) -> str:
     machine, versions = result["machine"], result["versions"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    partial = "**partial**: it ended before all was measured; " if result["settings"].get("partial") else ""
+    versions_of = f"torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'})"
     line = (
-        f"<sub>{where}; torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'}); "
-        f"{result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
-    )
+        f"<sub>{partial}{where}; {versions_of}; {result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
+    )  # fmt: skip
     command = result["settings"].get("command")
     return line + (f"; `{command}`</sub>" if command else "</sub>")
