@@ -1,5 +1,6 @@
 """The tables of an evaluation: the same cells on a terminal and, as Markdown, in the documents."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from peagle.bench.markdown import markdown_table
 
 Json = Mapping[str, Any]
 Cells = tuple[str, ...]
+_FILE_WIDTH = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ def markdown(results: Json) -> str:
         for number, block in enumerate(blocks(results))
     ]
     return "\n\n".join(parts)
+
+
+def wide_console() -> Console:
+    """Standard output; where it is a file, lines are as long as tables need."""
+    return Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
 
 
 def print_tables(console: Console, result: Json) -> None:

@@ -15,7 +15,7 @@ from peagle.bench.accuracy import Task, load_task
 from peagle.bench.answer_meter import AnswerMeter
 from peagle.bench.card import BELOW, compare_with_card, read_card, verdict
 from peagle.bench.eval_rows import DEFINITION
-from peagle.bench.eval_tables import print_tables
+from peagle.bench.eval_tables import print_tables, wide_console
 from peagle.bench.evaluation import Evaluation, Found
 from peagle.bench.prompt_sets import NamedSet, load_sets
 from peagle.bench.report import check_result_path, read_result, write_result
@@ -84,7 +84,7 @@ def run_eval(
     if said is not None:
         evaluation.found.card, notes = compare_with_card(evaluation.found.rows, settings, said, name)
     save(partial=False)
-    print_tables(Console(), read_result(out))
+    print_tables(wide_console(), read_result(out))
     return _conclude(evaluation.found, said is not None, notes, meter, out)
 
 

@@ -46,7 +46,10 @@ class Found:
 
 
 class Evaluation:
-    """One head on one target: answers everything that is asked for, at every K and temperature."""
+    """One head on one target: answers everything that is asked for, at every K and temperature.
+
+    Raises PeagleError where a prompt leaves no room for an answer.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Evaluation:
         self._plain: dict[float, list[RequestOutput]] = {}
         self._drafted: dict[tuple[int, float], list[RequestOutput]] = {}
         self._marked: list[tuple[Task, int, list[RequestOutput], list[RequestOutput]]] = []
+        self._context = self._context_needed()
         self.found = Found()
 
     def run(self, save_part: Callable[[], object]) -> None:
@@ -93,7 +97,7 @@ class Evaluation:
         at_once = min(self._config.max_num_seqs, max([total, *(len(task.questions) for task in self._tasks)]))
         config = EngineConfig(
             max_num_seqs=at_once,
-            max_model_len=self._context_needed(),
+            max_model_len=self._context,
             kernels=self._config.kernels,
             dtype=self._config.dtype,
             device=self._config.device,
@@ -124,8 +128,9 @@ class Evaluation:
     def _add(self, answers: SuiteAnswers, k: int, temperature: float) -> None:
         """Rows of every set that is finished."""
         seed, found = self._config.seed, self.found
+        accepted = answers.acceptance(k)
         for prompts in self._sets:
-            result = answers.acceptance(k).get(prompts.name)
+            result = accepted.get(prompts.name)
             if result is None:
                 continue
             name = prompts.name
@@ -166,7 +171,7 @@ class Evaluation:
                 )
 
     def _context_needed(self) -> int:
-        """Tokens of the longest prompt and answer. Raises PeagleError where a prompt leaves no room for an answer."""
+        """Tokens of the longest prompt and answer."""
         room, needed = self._target.spec.max_position_embeddings, 0
         asked = [(name, cs, self._config.max_tokens) for name, cs in self._suites.items()]
         asked += [(task.name, task.conversations, self._config.accuracy_tokens) for task in self._tasks]

@@ -34,6 +34,7 @@ _LOWER = frozenset({"ms", "seconds", "gib", "latency", "failed", "unfinished", "
 _NEUTRAL = frozenset({"std", "floor_ms", "prompts", "rounds", "tokens", "draft_tokens", "accepted_tokens"})
 _SUFFIXES = ("_interval", "_repeats")
 _FEW = 3  # repeats from which Student's t says something
+_FEW_REQUESTS = 10  # a bootstrap of fewer knows too little of how unlike requests are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,18 +104,19 @@ def _identity(row: Json) -> Iterator[str]:
 def _figures(row: Json, result: Json) -> Iterator[tuple[str, Figure]]:
     flat = dict(_flatten(row))
     prompts = result["settings"].get("datasets", {}).get(row.get("suite"), {}).get("sha256")
+    enough = not 0 < row.get("prompts", _FEW_REQUESTS) < _FEW_REQUESTS
     for name, value in flat.items():
         ending = name.rsplit(".", 1)[-1].split("[")[0]
         if ending in _IDENTIFYING or ending.endswith(_SUFFIXES):
             continue
         pairs = None
-        if name == "acceptance_length" and isinstance(row.get("per_request"), str):
+        if name == "acceptance_length" and isinstance(row.get("per_request"), str) and enough:
             pairs = unpack_requests(row["per_request"])
         yield (
             name,
             Figure(
                 value=value,
-                interval=_interval(name, row, value),
+                interval=_interval(name, row, value) if enough else None,
                 repeats=row.get(f"{name}_repeats") or (),
                 pairs=pairs,
                 sample=_sample(name, result),

@@ -76,9 +76,8 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two result files: what moved, by how much, and is it noise."""
-    from rich.console import Console
-
     from peagle.bench.compare import run_compare
+    from peagle.bench.eval_tables import wide_console
 
-    console = Console()
-    raise typer.Exit(run_compare(before, after, console, show_all=show_all, fail_on_regression=fail_on_regression))
+    status = run_compare(before, after, wide_console(), show_all=show_all, fail_on_regression=fail_on_regression)
+    raise typer.Exit(status)

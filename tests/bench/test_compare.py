@@ -39,6 +39,12 @@ def test_intervals_decide_what_is_noise():
     assert the(compare(result([speed(100)]), result([speed(100)])).changes).verdict == "same"
 
 
+def test_a_handful_of_requests_says_nothing():
+    few, many = ([speed(value, 1, prompts=count) for value in (100, 105)] for count in (9, 10))
+    assert the(compare(result(few[:1]), result(few[1:])).changes).verdict == "cannot tell"
+    assert the(compare(result(many[:1]), result(many[1:])).changes).verdict == "moved"
+
+
 def test_enough_repeats_go_before_an_interval():
     wide, far = [80.0, 120.0, 100.0], [85.0, 125.0, 105.0]
     before, after = result([speed(100, 0.1, wide)]), result([speed(105, 0.1, far)])
