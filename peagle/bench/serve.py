@@ -137,7 +137,7 @@ async def _open_connections(session: "aiohttp.ClientSession", config: BenchServe
 
 @contextmanager
 def _no_long_collections() -> Iterator[None]:
-    """Leave what is there already out of garbage collection: going through whole libraries stops the clock of every stream."""
+    """Leave what is there already out of garbage collection, which would hold up every stream."""
     gc.collect()
     gc.freeze()
     try:
