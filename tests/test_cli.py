@@ -26,18 +26,8 @@ from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
 VERBS = (
-    "generate",
-    "chat",
-    "self-prompts",
-    "prepare",
-    "train",
-    "inspect",
-    "export",
-    "profile",
-    "serve",
-    "eval",
-    "demo",
-)
+    "generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "eval", "demo",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
