@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.datasets import PromptRow, parse_object, parse_row, read_prompts
+from peagle.bench.prompt_sets import shipped_set
 from peagle.bench.settings import BenchServeConfig
 from peagle.errors import PeagleError, one_line
 
@@ -43,8 +44,6 @@ def hub_rows(config: BenchServeConfig) -> tuple[list[PromptRow], str]:
     if local.exists():
         rows = list(_local_rows(local, config.hf_split))
     elif shipped is not None and config.hf_split in (None, "train" if shipped == "mt-bench" else "test"):
-        from peagle.bench.sets import shipped_set
-
         file = shipped_set(shipped)
         return read_prompts(file), f"{name}, from {file.name} of peagle"
     else:

@@ -40,6 +40,15 @@ def shipped_file(name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
+def shipped_set(name: str) -> Path:
+    """The prompts file of a set that ships with the project (mt-bench and mt_bench are the same). Raises PeagleError if
+    it was not installed."""
+    path = shipped_file(f"{name.replace('-', '_')}.jsonl")
+    if path is None:
+        raise PeagleError(f"the prompts of {name} are not installed here: give the path of their file")
+    return path
+
+
 def load_sets(names: Sequence[str], limit: int | None = None) -> list[NamedSet]:
     """The named sets (mt-bench and mt_bench are the same) or prompts files, `limit` rows of each from the top.
 

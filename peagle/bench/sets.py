@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.datasets import Message, PromptRow, read_prompts
+from peagle.bench.prompt_sets import SHIPPED_SETS, shipped_set
 from peagle.bench.settings import DEFAULT_OUTPUT_LEN, BenchServeConfig
 from peagle.errors import PeagleError
 
-_FILES = {"mt-bench": "mt_bench", "humaneval": "humaneval", "gsm8k": "gsm8k", "mbpp": "mbpp"}
 _RANDOM_PROMPTS = 1000
 # What SPEED-Bench has in place of texts that it may not hand on.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -45,18 +45,6 @@ class PromptSet:
         return hashlib.sha256(json.dumps(sent, ensure_ascii=False).encode()).hexdigest()
 
 
-def shipped_set(name: str) -> Path:
-    """The prompts file of a set that the project ships, in the installed package or in the checkout around it.
-
-    Raises PeagleError if it is in neither.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "prompts", package.parent / "benchmarks" / "data"):
-        if (path := folder / f"{_FILES[name]}.jsonl").is_file():
-            return path
-    raise PeagleError(f"the prompts of {name} are not installed here: give their file with --dataset-path")
-
-
 def load_prompts(config: BenchServeConfig) -> PromptSet:
     """The prompts that the settings ask for. Raises PeagleError."""
     if config.dataset_name == "random":
@@ -84,7 +72,7 @@ def _rows(config: BenchServeConfig) -> tuple[list[PromptRow], str]:
     name, path = config.dataset_name, config.dataset_path
     if name == "hf":
         return hub_rows(config)
-    if name in _FILES and path is None:
+    if name.replace("-", "_") in SHIPPED_SETS and path is None:
         file = shipped_set(name)
         return read_prompts(file), file.name
     if path is None:

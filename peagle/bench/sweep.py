@@ -20,8 +20,8 @@ from rich.console import Console
 
 from peagle.bench.closed_loop import Run
 from peagle.bench.datasets import PromptRow, read_prompts
+from peagle.bench.prompt_sets import shipped_set
 from peagle.bench.report import provenance, write_result
-from peagle.bench.sets import shipped_set
 from peagle.bench.settings import NAMED_SETS
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
