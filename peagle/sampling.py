@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import PeagleError
+from peagle.structured.outputs import StructuredOutputs
 
 MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they differ from a greedy choice
@@ -35,7 +36,8 @@ class SamplingParams:
     `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 are off; `seed` None draws a fresh one; `stop`, one string or several,
     is cut from the text; a temperature below 1e-5 is greedy. Logits get `logit_bias` first (token id -> what to add),
     then `repetition_penalty` (tokens of prompt and output; 1.0 is off), then `frequency_penalty` times a token's count
-    and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them.
+    and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them. What
+    `structured_outputs` forbid is no token to choose at all.
     """
 
     max_tokens: int = 256
@@ -51,6 +53,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -2,11 +2,14 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle.acceptance import AcceptanceStats
 from peagle.engine.text import TextStream
 from peagle.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from peagle.engine.grammar import Matcher
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # the smaller of params.max_tokens and what the context length leaves
     stream: TextStream | None = None
+    matcher: "Matcher | None" = None  # of the grammar that the output follows; it has seen `output_ids`
     arrival: int = -1  # -1: not queued yet
     slot: int = -1  # -1: none
     blocks: list[int] = field(default_factory=list)

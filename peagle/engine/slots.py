@@ -15,6 +15,7 @@ from peagle.engine.request import Request
 from peagle.engine.transfer import to_device
 from peagle.errors import PeagleError
 from peagle.kernels.penalties import TokenHistory
+from peagle.kernels.token_masks import TokenMasks
 from peagle.sampling import RowSampling
 
 
@@ -24,13 +25,20 @@ class SamplingMode(NamedTuple):
     drawn: bool = False  # a temperature above 0
     filtered: bool = False  # top-k, top-p or min-p
     penalised: bool = False  # penalties or bias
+    masked: bool = False  # a grammar
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> Self:
         """The mode of a batch."""
+        requests = list(requests)
         params = [request.params for request in requests]
         drawn = [p for p in params if p.temperature > 0]
-        return cls(bool(drawn), any(p.filtered for p in drawn), any(p.penalised for p in params))
+        return cls(
+            bool(drawn),
+            any(p.filtered for p in drawn),
+            any(p.penalised for p in params),
+            any(request.matcher is not None for request in requests),
+        )
 
 
 class SlotState:
@@ -47,6 +55,7 @@ class SlotState:
         self._params = torch.zeros((rows, 2), dtype=torch.int64, device=device)
         self._rates = torch.zeros((rows, 3), dtype=torch.float32, device=device)
         self.history: TokenHistory | None = None  # made for the first request with penalties or a bias
+        self.masks: TokenMasks | None = None  # made for the first request with a grammar
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Take over the slots of requests that begin, or begin again."""
@@ -62,6 +71,8 @@ class SlotState:
         self._params.index_copy_(0, slot_B, params_B2)
         self._rates.index_copy_(0, slot_B, rates_B3.to(torch.int32).view(torch.float32))
 
+        if self.masks is not None:
+            self.masks.clear(slot_B)
         if self.history is not None:
             for request in requests:
                 self.history.start(request.slot, request.params, request.prompt_ids, request.output_ids)
@@ -86,6 +97,34 @@ class SlotState:
                 f"no memory for penalties and logit_bias, which take {size / 2**30:.2f} GiB for {slots} requests: "
                 "lower gpu_memory_utilization or max_num_seqs, or leave them out"
             ) from error
+
+    @property
+    def needed_masks(self) -> TokenMasks:
+        """The masks, for a step that cannot do without; PeagleError before `keep_masks`."""
+        if self.masks is None:
+            raise PeagleError("a step with a grammar needs its masks: add requests that `LLM.make_request` made")
+        return self.masks
+
+    def keep_masks(self, vocab_size: int) -> None:
+        """Prepare for grammars. Raises PeagleError where there is no memory for it."""
+        if self.masks is not None:
+            return
+        slots, rows = len(self.last_token) - 1, self.drafts.shape[1] + 1
+        try:
+            self.masks = TokenMasks(slots, rows, vocab_size, self._device)
+        except RuntimeError as error:  # out of memory is one, on CPU and CUDA
+            size = TokenMasks.num_bytes(slots, rows, vocab_size)
+            raise PeagleError(
+                f"no memory for structured outputs, which take {size / 2**30:.2f} GiB for {slots} requests: "
+                "lower gpu_memory_utilization or max_num_seqs, or leave them out"
+            ) from error
+
+    def drafts_of(self, slots: Sequence[int], num_drafts: int) -> list[list[int]]:
+        """The drafts that the next step verifies. The host waits for the device, which must be through with the last
+        step."""
+        (slot_B,) = to_device((np.array(slots, dtype=np.int64),), self._device)
+        drafts: list[list[int]] = self.drafts[slot_B, :num_drafts].tolist()
+        return drafts
 
     def extend_tables(self, requests: Sequence[Request]) -> None:
         """Put the blocks that requests got since the last call into their tables."""
