@@ -23,6 +23,7 @@ GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
 MAX_DIGITS = 18  # of a token id written as text
 # A token as likely as the likeliest weighs this much in a nucleus. Weights are integers so that their sum, and with it
 # the nucleus, is the same in every order of adding; 2^18 tokens still fit in 63 bits with room to spare.
@@ -38,6 +39,11 @@ class SamplingParams:
     then `repetition_penalty` (tokens of prompt and output; 1.0 is off), then `frequency_penalty` times a token's count
     and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them. What
     `structured_outputs` forbid is no token to choose at all.
+
+    What the output tells besides tokens, none of which changes one: with `logprobs` n, the log-probability of every
+    output token and of the n likeliest there, 0 to 20, as the target gives them before all of the above;
+    `prompt_logprobs` the same for the prompt's tokens but the first, which then takes nothing from the prefix cache;
+    `show_drafts` what was drafted in every round.
     """
 
     max_tokens: int = 256
@@ -54,6 +60,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    show_drafts: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -87,11 +96,15 @@ class SamplingParams:
             limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
             raise PeagleError(f"repetition_penalty is {repetition!r}: it must be {limits}; 1 turns it off")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise PeagleError(f"{name} is {count}: it must be 0 to {MAX_LOGPROBS}; None turns it off")
 
     def _check_types(self) -> None:
-        for name in ("max_tokens", "top_k", "seed"):
+        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if not (_is_whole(value) or (name == "seed" and value is None)):
+            if not (_is_whole(value) or (name in ("seed", "logprobs", "prompt_logprobs") and value is None)):
                 raise PeagleError(f"{name} is {value!r}: it must be a whole number")
         for name in ("temperature", "top_p"):
             value = getattr(self, name)

@@ -52,20 +52,17 @@ def must_wait(running: Sequence[Request]) -> bool:
 def write_masks(state: SlotState, requests: Sequence[Request], num_drafts: int) -> dict[Request, int]:
     """Put the masks of the next pass on the device; how many of its drafts each structured request proposes.
 
-    Everything launched for these requests must have been read. What the device holds to be verified is read here.
+    Everything launched for these requests must have been read.
     """
     structured = [request for request in requests if request.matcher is not None]
     if not structured:
         return {}
-    slots = [request.slot for request in structured]
-    drafts = state.drafts_of(slots, num_drafts) if num_drafts else [[]] * len(slots)
     masks = state.needed_masks
-    bits_NRW = torch.full((len(slots), num_drafts + 1, masks.bits_SRW.shape[2]), -1, dtype=torch.int32)
-    rows_NRW = bits_NRW.numpy()
+    bits_NRW = torch.full((len(structured), num_drafts + 1, masks.bits_SRW.shape[2]), -1, dtype=torch.int32)
     proposed = {
-        request: fill_rows(request.matcher, drafts[i], rows_NRW[i])
-        for i, request in enumerate(structured)
+        request: fill_rows(request.matcher, request.drafts[:num_drafts], rows_RW)
+        for request, rows_RW in zip(structured, bits_NRW.numpy(), strict=True)
         if request.matcher is not None
     }
-    masks.write(slots, bits_NRW)
+    masks.write([request.slot for request in structured], bits_NRW)
     return proposed

@@ -143,11 +143,13 @@ class Scheduler:
         if not self._free_slots or not self._may_fit():
             return False
         pool, spare, before = self.pool, len(self.running), self.pool.num_free
-        matched = pool.match(request.token_ids)
+        may_match = request.prompt_logprobs is None  # else every row of the prompt is to be computed
+        matched = pool.match(request.token_ids) if may_match else []
         count = self._blocks_for(len(request.token_ids) + 2 * num_drafts + 1) - len(matched)
         fresh = pool.allocate(count) if count + spare <= pool.num_free else None
         if fresh is None:
-            self._expect_fit(count + before - pool.num_free, pool.next_key(request.token_ids, matched))
+            longer = pool.next_key(request.token_ids, matched) if may_match else None
+            self._expect_fit(count + before - pool.num_free, longer)
             pool.release(matched)
             return False
         self._expect_fit()

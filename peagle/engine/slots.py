@@ -20,12 +20,14 @@ from peagle.sampling import RowSampling
 
 
 class SamplingMode(NamedTuple):
-    """What a step has to do beyond an argmax, for any of its requests: what its graph depends on."""
+    """What a step has to do beyond an argmax, for any of its requests, and what it shows: its graph depends on it."""
 
     drawn: bool = False  # a temperature above 0
     filtered: bool = False  # top-k, top-p or min-p
     penalised: bool = False  # penalties or bias
-    masked: bool = False  # a grammar
+    masked: bool = False  # a grammar, whose masks need the drafts
+    shows_drafts: bool = False
+    scores: bool = False  # log-probabilities of what is emitted
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> Self:
@@ -33,11 +35,14 @@ class SamplingMode(NamedTuple):
         requests = list(requests)
         params = [request.params for request in requests]
         drawn = [p for p in params if p.temperature > 0]
+        masked = any(request.matcher is not None for request in requests)
         return cls(
-            bool(drawn),
-            any(p.filtered for p in drawn),
-            any(p.penalised for p in params),
-            any(request.matcher is not None for request in requests),
+            drawn=bool(drawn),
+            filtered=any(p.filtered for p in drawn),
+            penalised=any(p.penalised for p in params),
+            masked=masked,
+            shows_drafts=masked or any(p.show_drafts for p in params),
+            scores=any(p.logprobs is not None for p in params),
         )
 
 
@@ -118,13 +123,6 @@ class SlotState:
                 f"no memory for structured outputs, which take {size / 2**30:.2f} GiB for {slots} requests: "
                 "lower gpu_memory_utilization or max_num_seqs, or leave them out"
             ) from error
-
-    def drafts_of(self, slots: Sequence[int], num_drafts: int) -> list[list[int]]:
-        """The drafts that the next step verifies. The host waits for the device, which must be through with the last
-        step."""
-        (slot_B,) = to_device((np.array(slots, dtype=np.int64),), self._device)
-        drafts: list[list[int]] = self.drafts[slot_B, :num_drafts].tolist()
-        return drafts
 
     def extend_tables(self, requests: Sequence[Request]) -> None:
         """Put the blocks that requests got since the last call into their tables."""

@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from peagle.engine.engine import LLM
+from peagle.engine.outputs import Logprobs, ScoredToken, ShownRound, scored_tokens
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import TableK, draft_counts
+from peagle.engine.text import MeasuredStream
 from peagle.errors import PeagleError, one_line
 from peagle.sampling import SamplingParams
 from peagle.server.activity import ActivityLog, Finished, Snapshot
@@ -39,11 +41,14 @@ _LONGEST_RETRY = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One step's news of a request."""
+    """One step's news of a request. The fields after `output` are for requests that ask for what is in them."""
 
     text: str  # new text that is safe to show: whole characters, no part of a stop string
     token_ids: list[int]
     output: RequestOutput | None  # set on the last delta
+    trace: Sequence[ShownRound] = ()  # new rounds, of `show_drafts`
+    scored: Sequence[ScoredToken] = ()  # of `logprobs`: the tokens whose text is shown by now, and was not before
+    prompt_logprobs: Logprobs | None = None  # on the first delta
 
 
 OnDelta = Callable[[Delta], None]
@@ -74,6 +79,24 @@ class _Live:
     num_sent: int = 0  # tokens
     num_rounds: int = 0
     num_drafted: int = 0
+    num_shown: int = 0  # rounds of its trace
+    num_scored: int = 0  # tokens whose log-probabilities were told
+    prompt_told: bool = False
+
+    def asked(self) -> dict[str, Any]:
+        """What a delta tells besides tokens, to those who ask; call it once the delta's text is taken."""
+        request, news = self.request, dict[str, Any]()
+        if request.params.show_drafts:
+            news["trace"] = request.trace[self.num_shown :]
+            self.num_shown = len(request.trace)
+        if request.logprobs is not None and isinstance(request.stream, MeasuredStream):
+            stop = request.stream.num_shown if request.finish_reason is None else len(request.output_ids)
+            ends = request.stream.ends
+            news["scored"] = scored_tokens(request.output_ids, request.logprobs, ends, self.num_scored, stop)
+            self.num_scored = stop
+        if not self.prompt_told:
+            news["prompt_logprobs"], self.prompt_told = request.prompt_logprobs, True
+        return news
 
     def finished(self, now: float) -> Finished:
         """The request as log and metrics see it."""
@@ -292,7 +315,8 @@ class EngineThread:
         if request.finish_reason is not None:
             return self._last_delta(live, now)
         live.num_sent += len(new_ids)
-        return Delta(request.stream.take() if request.stream is not None else "", new_ids, None)
+        text = request.stream.take() if request.stream is not None else ""
+        return Delta(text, new_ids, None, **live.asked())
 
     def _count_rounds(self, live: _Live) -> None:
         for _, accepted in live.request.rounds[live.num_rounds :]:
@@ -312,7 +336,7 @@ class EngineThread:
         finished.log()
         if self._observer is not None:
             self._observer.record_finished(finished)
-        return Delta(text, output.token_ids[live.num_sent :], output)
+        return Delta(text, output.token_ids[live.num_sent :], output, **live.asked())
 
     def _add(self, live: _Live) -> None:
         self._live[live.request] = live
