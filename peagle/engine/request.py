@@ -72,7 +72,7 @@ class Request:
     finish_reason: str | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)  # what the next step verifies, if the request shows it or has a grammar
+    drafts: list[int] = field(default_factory=list)  # what the next step verifies, if it shows them or has a grammar
     trace: list[ShownRound] = field(default_factory=list)
     logprobs: Logprobs | None = field(init=False)  # of `output_ids`
     prompt_logprobs: Logprobs | None = field(init=False)  # of the prompt's second token and those after it

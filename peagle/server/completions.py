@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from peagle.engine.request import Request as EngineRequest
 from peagle.server.errors import ApiError
 from peagle.server.protocol import MAX_CHOICES, CompletionBody
-from peagle.server.responses import Form
+from peagle.server.responses import Form, TextWriter
 from peagle.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -13,8 +13,7 @@ _FORM = Form(
     prefix="cmpl",
     whole_kind="text_completion",
     chunk_kind="text_completion",
-    whole=lambda text: {"text": text},
-    piece=lambda text: {"text": text},
+    writer=TextWriter,
 )
 
 
@@ -30,9 +29,10 @@ def completions(service: Service) -> APIRouter:
         if count > MAX_CHOICES:
             message = f"{len(prompts)} prompts with n {body.choices} are {count} answers: ask for {MAX_CHOICES} at most"
             raise ApiError(400, message, param="n" if body.choices > 1 else "prompt")
+        structure = await service.compile(body.structure())
 
         def prepare() -> tuple[list[EngineRequest], list[str]]:
-            requests = service.requests(body, prompts, DEFAULT_MAX_TOKENS)
+            requests = service.requests(body, prompts, DEFAULT_MAX_TOKENS, structure)
             texts = map(service.prompt_text, prompts if body.echo else ())
             return requests, [text for text in texts for _ in range(body.choices)]
 

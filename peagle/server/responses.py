@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from starlette.responses import StreamingResponse
@@ -20,15 +20,43 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one endpoint writes an answer: the part of a choice that holds a `whole` text, or a `piece` of it in a
-    chunk, and what a choice's first chunk says before there is text."""
+    """How one endpoint writes an answer: the `writer` of each choice, and what its first chunk says before there is
+    text."""
 
     prefix: str  # of ids
     whole_kind: str
     chunk_kind: str
-    whole: Callable[[str], dict[str, Any]]
-    piece: Callable[[str], dict[str, Any]]
+    writer: "Callable[[], Writer]"
     opening: Mapping[str, Any] | None = None
+
+
+class Writer(Protocol):
+    """Writes the text of one choice, whole or piece by piece."""
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The part of a choice that holds all of it."""
+
+    def piece(self, text: str, *, final: bool = False) -> dict[str, Any]:
+        """The part of a chunk's choice that holds more of it; with nothing to say yet, an empty one."""
+
+    def reason(self, finish_reason: str) -> str:
+        """What a client reads as the reason of the end."""
+
+
+class TextWriter:
+    """A choice that is its text."""
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """See `Writer`."""
+        return {"text": text}
+
+    def piece(self, text: str, *, final: bool = False) -> dict[str, Any]:  # noqa: ARG002
+        """See `Writer`."""
+        return {"text": text}
+
+    def reason(self, finish_reason: str) -> str:
+        """See `Writer`."""
+        return finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +81,9 @@ class Reply:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
         texts = [echo + output.text for echo, output in zip(self.echoes, outputs, strict=True)]
-        choices = [self._choice(i, self.form.whole(texts[i]), o.finish_reason) for i, o in enumerate(outputs)]
+        writers = [self.form.writer() for _ in outputs]
+        parts = [writer.whole(text) for writer, text in zip(writers, texts, strict=True)]
+        choices = [self._choice(i, parts[i], writers[i].reason(o.finish_reason)) for i, o in enumerate(outputs)]
         usage = self._usage(sum(len(o.token_ids) for o in outputs))
         return {
             **self._head(self.form.whole_kind), "choices": choices, "usage": usage,
@@ -63,19 +93,21 @@ class Reply:
     async def events(self, answers: Answers) -> AsyncIterator[str]:
         """The chunks of a stream; an error on the way becomes the last one."""
         num_tokens = 0
+        writers = [self.form.writer() for _ in self.requests]
         try:
             for index, echo in enumerate(self.echoes):
                 if self.form.opening is not None:
                     yield self._chunk(index, self.form.opening, None)
                 if echo:
-                    yield self._chunk(index, self.form.piece(echo), None)
+                    yield self._chunk(index, writers[index].piece(echo), None)
             async for index, delta in answers:
                 num_tokens += len(delta.token_ids)
+                part = writers[index].piece(delta.text, final=delta.output is not None)
                 if delta.output is not None:
                     about = {"peagle": speculation([delta.output.stats])}
-                    yield self._chunk(index, self.form.piece(delta.text), delta.output.finish_reason, about)
-                elif delta.text:
-                    yield self._chunk(index, self.form.piece(delta.text), None)
+                    yield self._chunk(index, part, writers[index].reason(delta.output.finish_reason), about)
+                elif delta.text and any(part.values()):
+                    yield self._chunk(index, part, None)
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:

@@ -23,9 +23,7 @@ _THREADS = 2  # of one compilation
 class Grammars:
     """Compiles for one tokenizer and model; from any thread. A compilation lets other threads run."""
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises PeagleError without the extra, and for a model that could not end its text."""
         if find_spec("xgrammar") is None:
             raise PeagleError("structured_outputs needs the package xgrammar: pip install 'peagle[structured]'")
