@@ -35,7 +35,8 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )  # fmt: skip
 _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "top_logprobs": (0,), "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
+        "top_logprobs": (0,), "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
+        "prediction": (),
         "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
         "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
         "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,),

@@ -45,7 +45,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     worker: ThreadPoolExecutor = field(default_factory=_one_thread)
     longest_token: int = 0  # characters
-    style: ChatStyle = ChatStyle()
+    style: ChatStyle = field(default_factory=ChatStyle)
     compiler: Compiler = field(default_factory=Compiler)
 
     @classmethod

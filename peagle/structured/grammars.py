@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 128  # compiled grammars
 _THREADS = 2  # of one compilation
+_TRIAL_STEPS = 64
+_SLOWEST_STEP = 0.1  # seconds
 
 
 class Grammars:
@@ -48,6 +51,7 @@ class Grammars:
             compiled = self._compiler.compile_structural_tag(tag)
         except (RuntimeError, ValueError) as error:
             raise PeagleError(f"{asked.kind} is not usable ({_reason(error)}): correct it") from None
+        self._try_out(compiled, asked.kind)
         with self._lock:
             self._kept[asked] = compiled
             while len(self._kept) > MOST_KEPT:
@@ -57,6 +61,28 @@ class Grammars:
     def matcher(self, asked: StructuredOutputs) -> "GrammarMatcher":
         """A fresh matcher at the beginning of the grammar."""
         return GrammarMatcher(self.compile(asked), self._stop_ids, self._vocab_size)
+
+    def _try_out(self, compiled: Any, kind: str) -> None:
+        """Follow the grammar for a few tokens, at random. PeagleError if it cannot even begin, or takes so long that
+        all other requests of an engine would wait for it."""
+        matcher = GrammarMatcher(compiled, self._stop_ids, self._vocab_size)
+        rng, row_W = np.random.default_rng(0), np.empty(num_words(self._vocab_size), dtype=np.int32)
+        for step in range(_TRIAL_STEPS):
+            began = time.perf_counter()
+            matcher.fill(row_W)
+            allowed = np.flatnonzero(np.unpackbits(row_W.view(np.uint8), bitorder="little")[: self._vocab_size])
+            token = int(rng.choice(allowed))
+            if not step and not set(allowed) - set(self._stop_ids):
+                raise PeagleError(f"{kind} allows nothing that the tokens of this model can write: use another one")
+            matcher.accept(token)
+            seconds = time.perf_counter() - began
+            if seconds > _SLOWEST_STEP:
+                raise PeagleError(
+                    f"{kind} can be read in too many ways: a step took {seconds:.2f} seconds, and it may take "
+                    f"{_SLOWEST_STEP}; put fewer repetitions into each other"
+                )
+            if token in self._stop_ids:
+                return
 
 
 class GrammarMatcher:
