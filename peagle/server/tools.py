@@ -35,7 +35,7 @@ class Function(Body):
     strict: bool | None = None
 
     @property
-    def arguments_schema(self) -> dict[str, Any]:
+    def accepts(self) -> dict[str, Any]:
         """The JSON schema of its arguments."""
         return self.parameters or {"type": "object", "properties": {}}
 
@@ -132,7 +132,7 @@ class ToolUse:
         if not self.must_call and not strict:
             return None
         for function in self.functions:
-            check_schema(function.arguments_schema, f"tools: the parameters of {function.name}")
+            check_schema(function.accepts, f"tools: the parameters of {function.name}")
         calls = [self._call(function) for function in self.functions]
         if self.must_call:
             separator = "\n" if self.dialect == "hermes" else "; "
@@ -151,7 +151,7 @@ class ToolUse:
     def _call(self, function: Function) -> dict[str, Any]:
         """The grammar of a function's call."""
         name = json.dumps(function.name)
-        schema = {"type": "json_schema", "json_schema": function.arguments_schema, "max_whitespace_cnt": MAX_WHITESPACE}
+        schema = {"type": "json_schema", "json_schema": function.accepts, "max_whitespace_cnt": MAX_WHITESPACE}
         if self.dialect == "hermes":
             begin, end = f'{CALL}\n{{"name": {name}, "arguments": ', f"}}\n{END_CALL}"
         else:
@@ -163,7 +163,7 @@ class ToolUse:
         about = {} if function.description is None else {"description": function.description}
         return {
             "type": "function",
-            "function": {"name": function.name, **about, "parameters": function.arguments_schema},
+            "function": {"name": function.name, **about, "parameters": function.accepts},
         }
 
 
