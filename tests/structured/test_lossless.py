@@ -62,16 +62,8 @@ def mixed(seed: int, count: int, max_tokens: int = 40) -> tuple[list[list[int]],
     params, checks = [], []
     for i in range(count):
         structure, check = random_structure(rng) if i % 3 else (None, lambda text: True)
-        logprobs = 2 if rng.random() < 0.2 else None
-        params.append(
-            SamplingParams(
-                max_tokens=max_tokens,
-                seed=i,
-                structured_outputs=structure,
-                logprobs=logprobs,
-                **WAYS[rng.integers(len(WAYS))],
-            )  # fmt: skip
-        )
+        way = {**WAYS[rng.integers(len(WAYS))], "logprobs": 2 if rng.random() < 0.2 else None}
+        params.append(SamplingParams(max_tokens=max_tokens, seed=i, structured_outputs=structure, **way))
         checks.append(check)
     return random_prompts(count, seed), params, checks
 

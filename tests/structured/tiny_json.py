@@ -15,7 +15,7 @@ Check = Callable[[Any], bool]
 
 
 def json_tokenizer() -> PreTrainedTokenizerFast:
-    """96 tokens: the letters, the digits, JSON's marks, and some tokens of several characters that cross its borders."""
+    """96 tokens: letters, digits, JSON's marks, and tokens of several characters that cross its borders."""
     words = ["<s>", "</s>", "<hidden>", *'{}[]",:-.<>_;/= \n', *string.ascii_lowercase, *string.digits]
     words += ['{"', '":', '",', '"}', '":"', "},", "[[", "]]", "true", "null", "false", "ab", "abc", "12", "  ", '["']
     words += [*string.ascii_uppercase, "AB", "ab12", '","']
