@@ -36,7 +36,8 @@ def fill_rows(matcher: Matcher, drafts: Sequence[int], rows_RW: np.ndarray) -> i
     allowed = 0
     matcher.fill(rows_RW[0])
     for draft in drafts:
-        if not matcher.accept(draft):
+        is_set = int(rows_RW[allowed, draft // 32]) >> (draft % 32) & 1
+        if not is_set or not matcher.accept(draft):
             break
         allowed += 1
         matcher.fill(rows_RW[allowed])
