@@ -136,5 +136,5 @@ def _scored(chunks: Sequence[Chunk], start_B1: np.ndarray, device: torch.device)
     if not any(counts):
         return None
     rows = np.concatenate([start + np.arange(count) for start, count in zip(start_B1, counts, strict=False)])
-    tokens = [c.request.prompt_ids[c.first + 1 : c.first + 1 + count] for c, count in zip(chunks, counts, strict=True)]
-    return Scored(*to_device((rows, np.concatenate(tokens)), device))
+    tokens = [i for c, count in zip(chunks, counts, strict=True) for i in c.request.prompt_ids[c.first + 1 :][:count]]
+    return Scored(*to_device((rows, np.array(tokens)), device))

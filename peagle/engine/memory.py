@@ -10,6 +10,7 @@ from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
 from peagle.engine.kv_cache import PagedCache
 from peagle.errors import PeagleError
+from peagle.kernels.logprobs import scratch_bytes
 from peagle.kernels.paged_decode import most_scratch_bytes
 from peagle.models.spec import ModelSpec
 
@@ -177,6 +178,7 @@ def _step_bytes(
     per_logit = item + _SAMPLING_BYTES["torch" if config.kernels == "torch" else "triton"]
     target = _layer_bytes(spec, rows, item)
     logits = rows * spec.hidden_size * item + logit_rows * spec.vocab_size * per_logit
+    logits += scratch_bytes(rows, spec.vocab_size, item)  # any step may be asked for log-probabilities
     if drafter is None or num_drafts == 0:
         return max(target, logits)
     taps = rows * drafter.feature_size * item

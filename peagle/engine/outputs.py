@@ -51,11 +51,11 @@ class TokenLogprob(NamedTuple):
 
 
 class ScoredToken(NamedTuple):
-    """An output token, where its text begins, and its log-probabilities."""
+    """A token, where its text begins, and its log-probabilities."""
 
     token_id: int
-    offset: int  # characters of the output's text before it
-    logprob: float
+    offset: int  # characters of the text before it
+    logprob: float | None  # None: a prompt's first token, which follows nothing
     top: list[tuple[int, float]]  # as in `TokenLogprob`
 
 

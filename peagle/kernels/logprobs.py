@@ -24,6 +24,12 @@ def rows_at_once(vocab_size: int) -> int:
     return max(1, _PIECE // vocab_size)
 
 
+def scratch_bytes(rows: int, vocab_size: int, item: int) -> int:
+    """Most memory that log-probabilities of so many rows take beside their logits, of `item` bytes, or with those where
+    they too are made a few rows at a time."""
+    return (8 + item) * min(rows, rows_at_once(vocab_size)) * vocab_size
+
+
 def row_logprobs(logits_RV: Tensor, chosen_R: Tensor, count: int) -> RowLogprobs:
     """log_softmax of the rows at their chosen tokens and at the `count` likeliest, or at all where there are fewer."""
     rows = rows_at_once(logits_RV.shape[1])

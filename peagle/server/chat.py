@@ -12,6 +12,7 @@ from peagle.errors import PeagleError
 from peagle.models.tokenizer import render_chat
 from peagle.server.answer_parsing import Parser, Piece, joined
 from peagle.server.errors import ApiError
+from peagle.server.logprobs import chat_logprobs
 from peagle.server.protocol import ChatBody
 from peagle.server.responses import Form
 from peagle.server.service import Service
@@ -100,6 +101,7 @@ def _form(writer: Callable[[], MessageWriter]) -> Form:
         whole_kind="chat.completion",
         chunk_kind="chat.completion.chunk",
         writer=writer,
+        logprobs=chat_logprobs,
         opening={"delta": {"role": "assistant", "content": ""}},
     )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from peagle.sampling import SamplingParams
+from peagle.sampling import MAX_LOGPROBS, SamplingParams
 from peagle.server.body import Body
 from peagle.server.errors import ApiError, shown
 from peagle.server.structured import StructuredFields
@@ -16,6 +16,7 @@ MAX_CHOICES = 128  # answers of one request: prompts times n
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 32, 256, 1024  # each is looked for after every token
 
 Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompt = (
     str
@@ -26,7 +27,7 @@ Prompt = (
 # Fields of OpenAI and vLLM that are not supported -> the values besides null that ask for nothing.
 _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "best_of": (1,), "logprobs": (False,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
+        "best_of": (1,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
         "use_beam_search": (False,), "truncate_prompt_tokens": (), "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
         "add_special_tokens": (False,), "bad_words": ([],), "allowed_token_ids": (), "priority": (0,),
@@ -35,7 +36,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )  # fmt: skip
 _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "top_logprobs": (0,), "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
+        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
         "prediction": (),
         "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
         "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
@@ -98,7 +99,11 @@ class GenerationBody(StructuredFields):
         """How answer number `choice` of a prompt is sampled; `max_tokens` if the body does not say."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed + choice
-        return SamplingParams(**({"max_tokens": max_tokens} | given), seed=seed)
+        return SamplingParams(**({"max_tokens": max_tokens} | given), seed=seed, **self.scores())
+
+    def scores(self) -> dict[str, Any]:
+        """Which log-probabilities are asked for, in the words of `SamplingParams`."""
+        return {}
 
 
 class CompletionBody(GenerationBody):
@@ -107,6 +112,16 @@ class CompletionBody(GenerationBody):
     not_supported = MappingProxyType({**_NOT_SUPPORTED, "suffix": ("",)})
     prompt: Prompt
     echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _accept_false(cls, logprobs: Any) -> Any:
+        return None if logprobs is False else logprobs
+
+    def scores(self) -> dict[str, Any]:
+        """`echo` asks for those of the prompt too."""
+        return {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one."""
@@ -176,6 +191,19 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            message = f"top_logprobs is {self.top_logprobs} without logprobs: set logprobs to true, or leave both out"
+            raise ApiError(400, message, param="top_logprobs")
+        return self
+
+    def scores(self) -> dict[str, Any]:
+        """`logprobs` alone asks for the tokens' own."""
+        return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     @model_validator(mode="after")
     def _settle_max_tokens(self) -> "ChatBody":

@@ -1,5 +1,6 @@
 """From answers to bodies: whole, or as server-sent events. What chat and completions differ in is their `Form`."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -11,22 +12,25 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from peagle.acceptance import AcceptanceStats
+from peagle.engine.outputs import Logprobs, ScoredToken, scored_tokens
 from peagle.engine.request import Request, RequestOutput
 from peagle.server.answers import Answers
 from peagle.server.errors import ClientGone, api_error
+from peagle.server.logprobs import Echo, TokenNames
 
 DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one endpoint writes an answer: the `writer` of each choice, and what its first chunk says before there is
-    text."""
+    """How one endpoint writes an answer: the `writer` of each choice, its tokens' `logprobs`, and what its first chunk
+    says before there is text."""
 
     prefix: str  # of ids
     whole_kind: str
     chunk_kind: str
     writer: "Callable[[], Writer]"
+    logprobs: Callable[[TokenNames, Sequence[ScoredToken]], dict[str, Any]]
     opening: Mapping[str, Any] | None = None
 
 
@@ -68,8 +72,9 @@ class Reply:
     model: str
     requests: Sequence[Request]
     choices: int
-    echoes: Sequence[str]
+    echoes: Sequence[Echo]
     wants_usage: bool
+    names: TokenNames
     number: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -80,10 +85,13 @@ class Reply:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        texts = [echo + output.text for echo, output in zip(self.echoes, outputs, strict=True)]
+        texts = [echo.text + output.text for echo, output in zip(self.echoes, outputs, strict=True)]
         writers = [self.form.writer() for _ in outputs]
         parts = [writer.whole(text) for writer, text in zip(writers, texts, strict=True)]
-        choices = [self._choice(i, parts[i], writers[i].reason(o.finish_reason)) for i, o in enumerate(outputs)]
+        choices = [
+            self._choice(i, parts[i], writers[i].reason(o.finish_reason), self._scored(i, o))
+            for i, o in enumerate(outputs)
+        ]
         usage = self._usage(sum(len(o.token_ids) for o in outputs))
         return {
             **self._head(self.form.whole_kind), "choices": choices, "usage": usage,
@@ -98,16 +106,20 @@ class Reply:
             for index, echo in enumerate(self.echoes):
                 if self.form.opening is not None:
                     yield self._chunk(index, self.form.opening, None)
-                if echo:
-                    yield self._chunk(index, writers[index].piece(echo), None)
+                if echo.text and self.requests[index].prompt_logprobs is None:
+                    yield self._chunk(index, writers[index].piece(echo.text), None)
             async for index, delta in answers:
                 num_tokens += len(delta.token_ids)
+                if delta.prompt_logprobs is not None:
+                    # As long as the prompt, and as much more as there are log-probabilities: others are not to wait.
+                    yield await asyncio.to_thread(self._scored_echo, index, delta.prompt_logprobs)
+                scored = self._behind_echo(index, delta.scored)
                 part = writers[index].piece(delta.text, final=delta.output is not None)
                 if delta.output is not None:
                     about = {"peagle": speculation([delta.output.stats])}
-                    yield self._chunk(index, part, writers[index].reason(delta.output.finish_reason), about)
-                elif delta.text and any(part.values()):
-                    yield self._chunk(index, part, None)
+                    yield self._chunk(index, part, writers[index].reason(delta.output.finish_reason), scored, about)
+                elif (delta.text and any(part.values())) or scored:
+                    yield self._chunk(index, part, None, scored)
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:
@@ -119,14 +131,40 @@ class Reply:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _choice(self, index: int, part: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, **part, "logprobs": None, "finish_reason": reason}
+    def _scored(self, index: int, output: RequestOutput) -> list[ScoredToken]:
+        """All tokens of an answer that asks for log-probabilities, with those of its echo."""
+        prompt: list[ScoredToken] = []
+        if output.prompt_logprobs is not None:
+            prompt = self.echoes[index].scored(output.prompt_token_ids, output.prompt_logprobs)
+        if output.logprobs is None:
+            return prompt
+        scored = scored_tokens(output.token_ids, output.logprobs, output.text_ends)
+        return [*prompt, *self._behind_echo(index, scored)]
+
+    def _behind_echo(self, index: int, scored: Sequence[ScoredToken]) -> list[ScoredToken]:
+        return [token._replace(offset=len(self.echoes[index].text) + token.offset) for token in scored]
+
+    def _scored_echo(self, index: int, logprobs: Logprobs) -> str:
+        echo = self.echoes[index]
+        part = self.form.writer().piece(echo.text)
+        return self._chunk(index, part, None, echo.scored(self.requests[index].prompt_ids, logprobs))
+
+    def _choice(
+        self, index: int, part: Mapping[str, Any], reason: str | None, scored: Sequence[ScoredToken] = ()
+    ) -> dict[str, Any]:
+        logprobs = self.form.logprobs(self.names, scored) if scored else None
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(
-        self, index: int, part: Mapping[str, Any], reason: str | None, about: Mapping[str, Any] | None = None
+        self,
+        index: int,
+        part: Mapping[str, Any],
+        reason: str | None,
+        scored: Sequence[ScoredToken] = (),
+        about: Mapping[str, Any] | None = None,
     ) -> str:
         usage = {"usage": None} if self.wants_usage else {}  # as OpenAI: every chunk has it, all but the last null
-        choices = [self._choice(index, part, reason)]
+        choices = [self._choice(index, part, reason, scored)]
         return _event({**self._head(self.form.chunk_kind), "choices": choices, **usage, **(about or {})})
 
     def _usage(self, num_tokens: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -103,7 +104,18 @@ def test_what_is_found_at_every_chunk_size(parser: str, said: str, found: list[P
         assert read(MAKERS[parser](), said, size) == found
 
 
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {', '"', "}", "\\", "a", " \n"]
+MARKS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "f", "arguments": {',
+    '"',
+    "}",
+    "\\",
+    "a",
+    " \n",
+]
 
 
 @settings(max_examples=300, deadline=None)
@@ -112,7 +124,7 @@ def test_random_texts_at_every_chunk_size(said: str, parser: str):
     whole = read(MAKERS[parser](), said, len(said) + 1)
     for size in (1, 2, 3, 5, 8, 13):
         assert read(MAKERS[parser](), said, size) == whole
-    for one, next_one in zip(whole, whole[1:], strict=False):  # a call begins with its name
+    for one, next_one in pairwise(whole):  # a call begins with its name
         if next_one.kind == "arguments":
             assert one == Piece("name", "f", next_one.call)
 

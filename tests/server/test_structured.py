@@ -133,7 +133,10 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "h"),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "beside tools"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
         "tools",
         "not",
     ),
@@ -290,7 +293,7 @@ def test_a_slow_compilation_is_cut(monkeypatch):
     async def main() -> None:
         compiler = Compiler()
         for _ in range(3):  # the third finds both places taken
-            with pytest.raises(ApiError, match="guided_regex takes more than 0.1 seconds"):
+            with pytest.raises(ApiError, match=r"guided_regex takes more than 0\.1 seconds"):
                 await compiler.compile(lambda: time.sleep(0.6), "guided_regex")
         await asyncio.sleep(0.8)
         await compiler.compile(lambda: None, "guided_regex")
