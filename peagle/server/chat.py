@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from peagle.engine.request import Request as EngineRequest
 from peagle.errors import PeagleError
-from peagle.models.tokenizer import render_chat
 from peagle.server.answer_parsing import Parser, Piece, joined
 from peagle.server.errors import ApiError
 from peagle.server.logprobs import chat_logprobs
@@ -79,10 +78,7 @@ def chat(service: Service) -> APIRouter:
         tools = settle_tools(body.tools, body.tool_choice, several, style.dialect, style.knows_tools)
 
         def render() -> str:
-            turns, described = body.conversation(), None
-            if tools is not None:
-                turns, described = tools.introduced(turns), tools.for_template()
-            return render_chat(service.llm.tokenizer, turns, add_generation_prompt=True, tools=described)
+            return service.render(body.conversation(), tools)
 
         prompt = await service.prepare(render, body, "messages")
         structure = await service.compile(_structure(service, body, tools, prompt))

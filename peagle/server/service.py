@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -16,7 +16,7 @@ from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.engine.request import Request
 from peagle.errors import PeagleError
-from peagle.models.tokenizer import encode
+from peagle.models.tokenizer import encode, render_chat
 from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
@@ -25,6 +25,7 @@ from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.protocol import GenerationBody
 from peagle.server.responses import EventStream, Form, Reply
 from peagle.server.structured import Compiler
+from peagle.server.tools import ToolUse, as_text
 from peagle.structured.outputs import StructuredOutputs
 
 T = TypeVar("T")
@@ -71,6 +72,17 @@ class Service:
         except PeagleError as error:
             name = str(error).split(" ", 1)[0]
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else subject) from error
+
+    def render(
+        self, turns: list[dict[str, Any]], tools: ToolUse | None = None, *, add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation in the model's own template, which may know nothing of functions."""
+        if not self.style.knows_tools:
+            turns = [as_text(turn) for turn in turns]
+        described = None
+        if tools is not None:
+            turns, described = tools.introduced(turns), tools.for_template()
+        return render_chat(self.llm.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=described)
 
     async def compile(self, asked: tuple[str, StructuredOutputs] | None) -> StructuredOutputs | None:
         """What a field of a body asks answers to be, once its grammar is ready."""

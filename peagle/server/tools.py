@@ -117,14 +117,13 @@ class ToolUse:
         return [self._described(function) for function in self.functions]
 
     def introduced(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A conversation for a template that knows no tools: all about them is text."""
+        """A conversation that begins with all about the tools, for a template that knows none."""
         if self.knows_tools:
             return turns
         about = _ABOUT_TOOLS.format(tools="\n".join(json.dumps(self._described(f)["function"]) for f in self.functions))
-        plain = [_as_text(turn) for turn in turns]
-        if plain[0]["role"] == "system":
-            return [{"role": "system", "content": f"{plain[0]['content']}\n\n{about}"}, *plain[1:]]
-        return [{"role": "system", "content": about}, *plain]
+        if turns[0]["role"] == "system":
+            return [{"role": "system", "content": f"{turns[0]['content']}\n\n{about}"}, *turns[1:]]
+        return [{"role": "system", "content": about}, *turns]
 
     def outputs(self) -> StructuredOutputs | None:
         """The grammar of the answer; None where it is free."""
@@ -199,8 +198,8 @@ def settle_tools(
     return ToolUse(functions, dialect, choice == "required", several, knows_tools)
 
 
-def _as_text(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn with calls, or with what one gave, as text."""
+def as_text(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn for a template that knows no tools: calls, and what they gave, are text."""
     if turn["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
     calls = [f"{CALL}\n{json.dumps(call['function'])}\n{END_CALL}" for call in turn.get("tool_calls", ())]

@@ -13,7 +13,7 @@ from peagle.models.tokenizer import render_chat
 from peagle.server.chat_style import ChatStyle
 from peagle.server.errors import ApiError
 from peagle.server.structured import Compiler
-from peagle.server.tools import NamedTool, Tool, settle_tools
+from peagle.server.tools import NamedTool, Tool, as_text, settle_tools
 from tests.server.serving import serving
 from tests.structured.tiny_json import json_llm
 
@@ -244,7 +244,7 @@ def test_a_template_without_tools():
         {"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "7"},
     ]  # fmt: skip
-    said = use.introduced(turns)
+    said = use.introduced([as_text(turn) for turn in turns])
     assert [turn["role"] for turn in said] == ["system", "user", "assistant", "user"]
     assert said[0]["content"].startswith("Be kind.\n\nYou can call functions.")
     assert '"maximum": 9' in said[0]["content"]
