@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 96  # at least, where columns allow: an H200 has 132 multiprocessors
-_LEAST_COLUMNS, _MOST_COLUMNS = 8, 32  # of a program; tensor cores multiply no fewer than the first
+LEAST_COLUMNS, _MOST_COLUMNS = 8, 32  # of a program; tensor cores multiply no fewer than the first
 _MOST_SUMS = 2048  # that a warp keeps in its registers
 _BYTES_IN_FLIGHT = 100 << 10  # shared memory for loads of one program: a multiprocessor has room for two
 
@@ -202,7 +202,7 @@ def _tile(rows: int, inputs: int, outputs: int, dtype: torch.dtype, gated: bool)
     tile_rows = min(max(triton.next_power_of_2(rows), 16), 64)
     wide = 2 if gated else 1  # columns of weights for one of output
     columns = min(_MOST_COLUMNS, _MOST_SUMS // (tile_rows * wide))
-    while columns > _LEAST_COLUMNS and triton.cdiv(outputs, columns) < _PROGRAMS:
+    while columns > LEAST_COLUMNS and triton.cdiv(outputs, columns) < _PROGRAMS:
         columns //= 2
     if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
         return _Tile(16, min(columns, 16), 4, 16, 2)
