@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
@@ -185,3 +186,15 @@ def test_synthetic_acceptance_is_refused():
     llm._is_synthetic = True
     with pytest.raises(PeagleError, match="real acceptance"):
         llm.make_request([3], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_gpu(graphs: bool):
+    prompts, params, _ = mixed(5, 60, max_tokens=60)
+    plain = json_llm(0, max_num_seqs=64, device="cuda").generate(prompts, params)
+    llm = json_llm(3, num_kv_blocks=60, max_num_seqs=16, max_num_batched_tokens=64, graphs=graphs, device="cuda")
+    force_drafts(llm, plain, 3, 0.8)
+    assert ids(llm.generate(prompts, params)) == ids(plain)
+    assert ids(llm.generate(prompts, params)) == ids(plain)  # with what the prefix cache has now
