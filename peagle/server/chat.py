@@ -115,7 +115,7 @@ def _structure(
         try:
             outputs = tools.outputs()
         except PeagleError as error:
-            raise ApiError(400, str(error), param="tools") from None
+            raise ApiError(400, f"tools: {error}", param="tools") from None
         asked = None if outputs is None else ("tools", outputs)
     if asked is None:
         return None

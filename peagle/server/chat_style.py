@@ -13,19 +13,22 @@ class ChatStyle:
     """What is the same in all chats with a model."""
 
     dialect: Dialect = "hermes"
-    knows_tools: bool = False  # the template describes them
+    knows_tools: bool = False  # the template describes them, in this dialect
     thinks: bool = False
 
     @classmethod
     def of(cls, template: object, config: ServeConfig) -> Self:
         """By the chat template, where the config does not say."""
         text = str(template or "")
-        knows_tools = "tools" in text
         dialect: Dialect = "hermes"
-        if config.tool_call_parser == "llama3_json" or (
-            config.tool_call_parser == "auto" and knows_tools and CALL not in text and '"parameters"' in text
-        ):
+        knows_tools = "tools" in text
+        if config.tool_call_parser == "llama3_json":
             dialect = "llama3_json"
+        elif config.tool_call_parser == "auto" and CALL not in text:
+            if '"parameters"' in text:
+                dialect = "llama3_json"
+            else:
+                knows_tools = False  # if it does, in a dialect that nobody here reads
         thinks = config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and END_THINK in text)
         return cls(dialect, knows_tools, thinks)
 

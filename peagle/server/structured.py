@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -115,7 +116,8 @@ class Compiler:
                 make()
             except Exception as caught:
                 error = caught
-            loop.call_soon_threadsafe(finish, error)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(finish, error)
 
         def finish(error: Exception | None) -> None:
             self._places.release()

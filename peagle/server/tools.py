@@ -131,7 +131,7 @@ class ToolUse:
         if not self.must_call and not strict:
             return None
         for function in self.functions:
-            check_schema(function.accepts, f"tools: the parameters of {function.name}")
+            check_schema(function.accepts, f"{function.name}.parameters")
         calls = [self._call(function) for function in self.functions]
         if self.must_call:
             separator = "\n" if self.dialect == "hermes" else "; "
@@ -142,7 +142,7 @@ class ToolUse:
             form = {"type": "triggered_tags", "triggers": [CALL], "tags": calls}
         else:
             raise PeagleError(
-                f"tools has strict for {strict[0].name}: this model's calls look like any text, so it needs "
+                f"{strict[0].name} is strict: calls of this model look like any text, so that needs "
                 "tool_choice 'required'"
             )
         return StructuredOutputs(tag=json.dumps(form))
@@ -191,8 +191,8 @@ def settle_tools(
         return ToolUse(functions, dialect, True, False, knows_tools)
     if choice != "required" and not knows_tools:
         message = (
-            "tools with tool_choice 'auto': the chat template of this model takes no tools; ask for 'required' or name "
-            "a function, which is enforced"
+            "tools with tool_choice 'auto': the chat template of this model takes no tools, or not in a dialect that "
+            "is known here; ask for 'required' or name a function, which is enforced"
         )
         raise ApiError(400, message, param="tools")
     return ToolUse(functions, dialect, choice == "required", several, knows_tools)

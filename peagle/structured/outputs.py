@@ -100,12 +100,12 @@ def _schema_text(schema: Any) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise PeagleError(f"json is not valid JSON ({error}): give a JSON schema") from None
-    check_schema(schema)
     try:
         text = json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise PeagleError(f"json cannot be written as JSON ({error}): give a JSON schema") from None
     _check_length("json", len(text))
+    check_schema(schema)
     return text
 
 

@@ -37,7 +37,7 @@ NO_SPACE = {"logit_bias": {"18": -100, "79": -100}}  # " " and "  ": random weig
 def served():
     llm = json_llm(3)
     llm.tokenizer.chat_template = TEMPLATE
-    with serving(llm) as served:
+    with serving(llm, ServeConfig(tool_call_parser="hermes")) as served:
         yield served
 
 
@@ -227,6 +227,8 @@ def test_styles_of_models():
     assert ChatStyle.of(qwen, auto) == ChatStyle("hermes", True, True)
     assert ChatStyle.of(llama, auto) == ChatStyle("llama3_json", True, False)
     assert ChatStyle.of("{{ messages }}", auto) == ChatStyle("hermes", False, False)
+    assert ChatStyle.of("{% if tools %}[TOOL_CALLS]{% endif %}", auto) == ChatStyle("hermes", False, False)
+    assert ChatStyle.of("{{ tools }}", ServeConfig(tool_call_parser="hermes")) == ChatStyle("hermes", True, False)
     assert ChatStyle.of(None, auto) == ChatStyle("hermes", False, False)
     told = ServeConfig(tool_call_parser="llama3_json", reasoning_parser="none")
     assert ChatStyle.of(qwen, told) == ChatStyle("llama3_json", True, False)
