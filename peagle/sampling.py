@@ -43,7 +43,8 @@ class SamplingParams:
     What the output tells besides tokens, none of which changes one: with `logprobs` n, the log-probability of every
     output token and of the n likeliest there, 0 to 20, as the target gives them before all of the above;
     `prompt_logprobs` the same for the prompt's tokens but the first, which then takes nothing from the prefix cache;
-    `show_drafts` what was drafted in every round.
+    `show_drafts` what was drafted in every round. Without `drafts`, which change no token either, a request decodes
+    plainly while it has the engine to itself, so that it can be timed; a batch drafts for all or for none.
     """
 
     max_tokens: int = 256
@@ -63,6 +64,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     show_drafts: bool = False
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -26,6 +26,7 @@ from peagle.engine.speculation import FixedK, KPolicy
 from peagle.engine.step import SpeculativeStep
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import RowLogprobs
+from peagle.kernels.synthetic_acceptance import SyntheticLengths
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,11 @@ class EngineCore:
         self._state.keep_masks(vocab_size)
 
     @property
+    def synthetic(self) -> SyntheticLengths | None:
+        """What SYNTHETIC accept lengths are drawn from; None where drafts are verified."""
+        return self._speculative.synthetic
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.scheduler.running or self.scheduler.waiting)
@@ -109,7 +115,7 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Launch the next passes and read those that are due; the requests that got tokens, finished ones included."""
         with self._on_device():
-            num_drafts = self.policy.choose(len(self.scheduler.running))
+            num_drafts = self._num_drafts()
             advanced = self._read(self._step) if must_wait(self.scheduler.running) else []
             schedule = self.scheduler.schedule(num_drafts, self.policy.max_drafts)
             if schedule.must_drain:
@@ -119,6 +125,13 @@ class EngineCore:
             self._launch(schedule, num_drafts)
             is_idle = not (schedule.chunks or schedule.decodes)
             return advanced + self._read(self._step - (0 if is_idle else self._steps_ahead))
+
+    def _num_drafts(self) -> int:
+        """K of the next step. A batch drafts together, so who wants no drafts gets none only when running alone."""
+        running = self.scheduler.running
+        if len(running) == 1 and not running[0].params.drafts:
+            return 0
+        return self.policy.choose(len(running))
 
     @torch.inference_mode()
     def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:

@@ -139,7 +139,6 @@ class LLM:
             savings=savings,
         )
         self.max_model_len = self.core.max_model_len
-        self._is_synthetic = synthetic_rates is not None
         self._policy = self.core.policy
         self._rng = np.random.default_rng(config.seed)
         self._generating = threading.Lock()
@@ -256,7 +255,7 @@ class LLM:
         if params.penalised:
             self.core.keep_history(vocab)
         if params.structured_outputs is not None:
-            if self._is_synthetic:
+            if self.core.synthetic is not None:
                 raise PeagleError("structured_outputs needs real acceptance: leave out the synthetic one")
             request.matcher = self.grammars.matcher(params.structured_outputs)
             self.core.keep_masks(vocab)

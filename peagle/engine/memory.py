@@ -196,10 +196,15 @@ def _step_bytes(
 
 def _layer_bytes(sizes: ModelSpec | DrafterConfig, rows: int, item: int) -> int:
     """The residual stream, its norm and a sublayer's output; and the widest sublayer inside: attention (projections,
-    rotated copies, output) or feed-forward (two projections, their product)."""
+    rotated copies, output), feed-forward (two projections, their product), or experts (each one's product and output,
+    and what says which)."""
     queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     attention = 2 * (queries + 2 * keys) + queries
-    return rows * item * (3 * sizes.hidden_size + max(attention, 3 * sizes.intermediate_size))
+    feed_forward = 3 * sizes.intermediate_size
+    if isinstance(sizes, ModelSpec) and sizes.moe is not None:
+        feed_forward = sizes.moe.experts_per_token * (sizes.intermediate_size + sizes.hidden_size)
+        feed_forward += 4 * sizes.moe.num_experts
+    return rows * item * (3 * sizes.hidden_size + max(attention, feed_forward))
 
 
 def _check_fits(report: MemoryReport, config: EngineConfig, *, on_gpu: bool) -> None:

@@ -51,6 +51,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_added = 0
         self.num_preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up in the cache, and found there
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._expect_fit()
@@ -153,6 +154,9 @@ class Scheduler:
             pool.release(matched)
             return False
         self._expect_fit()
+        if pool.prefix_caching and not request.started:  # one that comes back finds its own blocks: no hit
+            self.prefix_queries += len(request.token_ids)
+            self.prefix_hits += len(matched) * self._block_size
         request.slot, request.blocks = self._free_slots.pop(), matched + fresh
         request.num_prefill, request.num_registered = len(request.token_ids), len(matched)
         request.num_computed = len(matched) * self._block_size

@@ -82,7 +82,7 @@ class SpeculativeStep:
         self._draft_side, self.state = draft_side, state
         self._block_size, self._max_model_len = block_size, max_model_len
         self._attention, self._kernels = attention, kernels
-        self._synthetic = synthetic
+        self.synthetic = synthetic
 
     def run(self, rows: Rows, num_drafts: int, mode: SamplingMode) -> StepOutput:
         """Accept, draft `num_drafts` tokens, move the slots on. A prompt's chunk emits its next token, V = 1, real
@@ -144,9 +144,9 @@ class SpeculativeStep:
         return join([row_logprobs(self._target.logits(hidden_TH[at]), ids, MAX_LOGPROBS) for at, ids in pairs])
 
     def _accept(self, rows: Rows, tokens_BV: Tensor) -> Accepted:
-        if self._synthetic is None or rows.next_prompt_B is not None:
+        if self.synthetic is None or rows.next_prompt_B is not None:
             return accept(tokens_BV, rows.drafts_BK, rows.slot_B, backend=self._kernels)
-        count_B = self._synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B)
+        count_B = self.synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B)
         return emit_ref(tokens_BV, count_B.clamp(max=rows.drafts_BK.shape[1]), rows.slot_B)
 
     def _draft(

@@ -105,6 +105,7 @@ class _Live:
             request_id=self.request_id or str(request.arrival),
             num_prompt=len(request.prompt_ids),
             num_output=len(request.output_ids),
+            max_output=request.max_tokens,
             finish_reason=request.finish_reason or "abort",
             queued=request.started - at if request.started else None,
             first_token=None if self.first_token is None else self.first_token - at,
@@ -145,7 +146,7 @@ class EngineThread:
 
         self._making = threading.Lock()
         if observer is not None:
-            observer.watch(self.snapshot)
+            observer.watch(self.snapshot, llm.core.scheduler.pool)
 
     def start(self) -> None:
         """Begin: warm up, then serve. Returns at once; requests may be submitted before `is_ready`."""
@@ -266,11 +267,18 @@ class EngineThread:
                 self._core.run_padding(size, num_drafts, SamplingMode(drawn=True))
                 if self._deadline is not None:
                     return
+            self._warm_up_page()
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
         self._core.add(self.make_request([0], params))
         while self._core.has_work:
             self._core.step()
         _log.info("the engine is ready, after a warm-up of %.1f s", time.perf_counter() - began)
+
+    def _warm_up_page(self) -> None:
+        """The steps of one request alone that is traced, with drafts and without, as the page asks for them."""
+        for num_drafts in {0, self._core.policy.max_drafts}:
+            for drawn in (False, True):
+                self._core.run_padding(1, num_drafts, SamplingMode(drawn=drawn, shows_drafts=True))
 
     def _take_calls(self) -> bool:
         """Wait until there is something to do and run what the inbox holds; False when it is time to end."""
@@ -285,7 +293,7 @@ class EngineThread:
 
     def _step(self) -> None:
         """One step of the engine. All counts are up to date before anyone hears of it."""
-        advanced = self._core.step()
+        advanced, num_before = self._core.step(), self._prompt_tokens + self._generated
         now, gaps = time.perf_counter(), []
         for request in advanced:
             live = self._live.get(request)
@@ -295,7 +303,7 @@ class EngineThread:
                 gaps.append(now - live.last_token)
             self._untold.append((live, self._advance(live, now)))
         if self._observer is not None:
-            self._observer.record_gaps(gaps)
+            self._observer.record_step(gaps, self._prompt_tokens + self._generated - num_before)
         self._publish(after_step=True)
         self._activity.step(now, self._snapshot)
         self._tell()
@@ -374,6 +382,8 @@ class EngineThread:
             num_waiting=len(scheduler.waiting),
             kv_usage=scheduler.pool.usage,
             preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
             tokens_generated=self._generated,
             rounds=at_least[0],

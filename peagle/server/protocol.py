@@ -57,6 +57,13 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class SpeculationOptions(Body):
+    """Field `peagle`: what a request may say about drafts. No token of the answer depends on it."""
+
+    trace: bool | None = None  # a stream says of each token where it came from
+    drafts: bool | None = None  # false: none, in steps that no other request shares
+
+
 class GenerationBody(StructuredFields):
     """What chat and completions have in common."""
 
@@ -77,12 +84,15 @@ class GenerationBody(StructuredFields):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    peagle: SpeculationOptions | None = None
     user: str | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream true: leave one of them out", param="stream_options")
+        if self.wants_trace and not self.stream:
+            raise ApiError(400, "peagle.trace needs stream true: leave one of them out", param="peagle")
         return self
 
     @property
@@ -95,11 +105,22 @@ class GenerationBody(StructuredFields):
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the chunks of a stream say where each token came from."""
+        return bool(self.peagle and self.peagle.trace)
+
+    @property
+    def wants_drafts(self) -> bool:
+        """False for a request that is to be decoded plainly where that is no loss to others."""
+        return self.peagle is None or self.peagle.drafts is not False
+
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """How answer number `choice` of a prompt is sampled; `max_tokens` if the body does not say."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed + choice
-        return SamplingParams(**({"max_tokens": max_tokens} | given), seed=seed, **self.scores())
+        shown = {"show_drafts": self.wants_trace, "drafts": self.wants_drafts, **self.scores()}
+        return SamplingParams(**({"max_tokens": max_tokens} | given | shown), seed=seed)
 
     def scores(self) -> dict[str, Any]:
         """Which log-probabilities are asked for, in the words of `SamplingParams`."""

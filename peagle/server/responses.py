@@ -17,6 +17,7 @@ from peagle.engine.request import Request, RequestOutput
 from peagle.server.answers import Answers
 from peagle.server.errors import ClientGone, api_error
 from peagle.server.logprobs import Echo, TokenNames
+from peagle.server.trace import Trace
 
 DONE = "data: [DONE]\n\n"
 
@@ -98,8 +99,9 @@ class Reply:
             "peagle": speculation([o.stats for o in outputs]),
         }  # fmt: skip
 
-    async def events(self, answers: Answers) -> AsyncIterator[str]:
-        """The chunks of a stream; an error on the way becomes the last one."""
+    async def events(self, answers: Answers, traces: Sequence[Trace] = ()) -> AsyncIterator[str]:
+        """The chunks of a stream; an error on the way becomes the last one. `traces`, one for each answer, add to every
+        chunk where its tokens came from."""
         num_tokens = 0
         writers = [self.form.writer() for _ in self.requests]
         try:
@@ -115,11 +117,13 @@ class Reply:
                     yield await asyncio.to_thread(self._scored_echo, index, delta.prompt_logprobs)
                 scored = self._behind_echo(index, delta.scored)
                 part = writers[index].piece(delta.text, final=delta.output is not None)
+                about: dict[str, Any] = {"tokens": traces[index].tokens(delta)} if traces else {}
+                reason = None
                 if delta.output is not None:
-                    about = {"peagle": speculation([delta.output.stats])}
-                    yield self._chunk(index, part, writers[index].reason(delta.output.finish_reason), scored, about)
-                elif (delta.text and any(part.values())) or scored:
-                    yield self._chunk(index, part, None, scored)
+                    about = speculation([delta.output.stats]) | about
+                    reason = writers[index].reason(delta.output.finish_reason)
+                if (delta.text and any(part.values())) or scored or about:
+                    yield self._chunk(index, part, reason, scored, about and {"peagle": about})
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:
@@ -175,10 +179,10 @@ class Reply:
 class EventStream(StreamingResponse):
     """A stream of events that closes its answers however it ends."""
 
-    def __init__(self, reply: Reply, answers: Answers) -> None:
+    def __init__(self, reply: Reply, answers: Answers, traces: Sequence[Trace]) -> None:
         # Proxies that hold back what they could send would undo the streaming.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(reply.events(answers), media_type="text/event-stream", headers=headers)
+        super().__init__(reply.events(answers, traces), media_type="text/event-stream", headers=headers)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -26,6 +26,7 @@ from peagle.server.protocol import GenerationBody
 from peagle.server.responses import EventStream, Form, Reply
 from peagle.server.structured import Compiler
 from peagle.server.tools import ToolUse, as_text
+from peagle.server.trace import Trace
 from peagle.structured.outputs import StructuredOutputs
 
 T = TypeVar("T")
@@ -146,7 +147,8 @@ class Service:
         reply = Reply(form, self.name, requests, body.choices, echoes, body.wants_usage, self.names)
         answers = Answers(self.engine, requests, reply.id, http.receive, self.config.request_timeout)
         if body.stream:
-            return EventStream(reply, answers)
+            traces = [Trace(self.llm.tokenizer) for _ in requests] if body.wants_trace else []
+            return EventStream(reply, answers, traces)
         outputs = await answers.outputs()
         if any(request.logprobs is not None for request in requests):  # long to write: others are not to wait
             return await asyncio.to_thread(lambda: JSONResponse(reply.whole(outputs)))

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from peagle.config import EngineConfig
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
 from peagle.structured.outputs import StructuredOutputs
-from tests.engine.tiny import force_drafts, random_prompts
-from tests.structured.tiny_json import json_llm, random_schema
+from tests.engine.tiny import force_drafts, random_prompts, tiny_parts
+from tests.structured.tiny_json import json_llm, json_tokenizer, random_schema
 
 pytest.importorskip("xgrammar")
 
@@ -182,8 +183,9 @@ def test_a_vocabulary_that_cannot_go_on():
 
 
 def test_synthetic_acceptance_is_refused():
-    llm: LLM = json_llm(3)
-    llm._is_synthetic = True
+    target, drafter = tiny_parts()
+    llm = LLM.from_parts(target, drafter, 3, EngineConfig(block_size=4), synthetic_rates=(0.9, 0.9, 0.9))
+    llm.tokenizer = json_tokenizer()
     with pytest.raises(PeagleError, match="real acceptance"):
         llm.make_request([3], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
 
