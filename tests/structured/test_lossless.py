@@ -77,27 +77,26 @@ def plain_outputs(prompts: list[list[int]], params: list[SamplingParams]) -> lis
 
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_change_nothing_and_every_text_obeys(seed: int):
-    prompts, params, checks = mixed(seed, 24)
+    prompts, params, checks = mixed(seed, 16)
     plain = plain_outputs(prompts, params)
     ended = 0
     for output, each, check in zip(plain, params, checks, strict=True):
         if output.finish_reason == "stop" and each.structured_outputs is not None:
             assert check(output.text), (each.structured_outputs, output.text)
             ended += 1
-    assert ended > 8
-    for k in (1, 3, 5):
-        for forced in (None, 0.8, 1.0):
-            llm = json_llm(k)
-            llm.core._steps_ahead = seed % 2  # as on a GPU
-            if forced is not None:
-                force_drafts(llm, plain, seed, forced)
-            outputs = llm.generate(prompts, params)
-            assert ids(outputs) == ids(plain)
-            assert [o.text for o in outputs] == [o.text for o in plain]
-            for output, each in zip(outputs, params, strict=True):
-                assert output.stats.num_accepted_tokens <= output.stats.num_draft_tokens
-                if forced == 1.0 and each.structured_outputs is not None and output.stats.num_rounds > 2:
-                    assert output.stats.acceptance_length > 1
+    assert ended > 4
+    for k, right in ((1, 0.8), (3, None), (3, 1.0), (5, 0.8)):
+        llm = json_llm(k)
+        llm.core._steps_ahead = seed % 2  # as on a GPU
+        if right is not None:
+            force_drafts(llm, plain, seed, right)
+        outputs = llm.generate(prompts, params)
+        assert ids(outputs) == ids(plain)
+        assert [o.text for o in outputs] == [o.text for o in plain]
+        for output, each in zip(outputs, params, strict=True):
+            assert output.stats.num_accepted_tokens <= output.stats.num_draft_tokens
+            if right == 1.0 and each.structured_outputs is not None and output.stats.num_rounds > 2:
+                assert output.stats.acceptance_length > 1
 
 
 @pytest.mark.parametrize("parallel", [True, False])
