@@ -124,11 +124,14 @@ def test_only_proposed_drafts_are_counted():
 
 
 def test_slots_are_free_again_after_a_grammar():
-    llm, structure = json_llm(2, max_num_seqs=1), StructuredOutputs(choice=["abc"])
+    llm, structure = json_llm(2, max_num_seqs=2), StructuredOutputs(regex="abc[xyz]{3}")
     free = SamplingParams(max_tokens=8, temperature=0.0)
-    before = llm.generate([[9, 8]], free)
-    assert llm.generate([[9, 8]], SamplingParams(structured_outputs=structure, max_tokens=8))[0].text == "abc"
-    assert ids(llm.generate([[9, 8]], free)) == ids(before)
+    held = SamplingParams(structured_outputs=structure, max_tokens=8, temperature=0.0)
+    alone = llm.generate([[9, 8]], free)
+    assert [output.text[:3] for output in llm.generate([[9, 8], [7]], held)] == ["abc", "abc"]
+    for _ in range(2):  # in either slot
+        assert ids(llm.generate([[7], [9, 8]], [held, free]))[1:] == ids(alone)
+        assert ids(llm.generate([[9, 8], [7]], [free, held]))[:1] == ids(alone)
 
 
 def test_an_ended_grammar_allows_only_the_end():
