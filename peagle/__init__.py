@@ -13,9 +13,18 @@ if TYPE_CHECKING:
     from peagle.engine.request import RequestOutput
     from peagle.errors import PeagleError
     from peagle.sampling import SamplingParams
+    from peagle.structured.outputs import StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AcceptanceStats", "PeagleError", "RequestOutput", "SamplingParams", "SpeculativeConfig"]
+__all__ = [
+    "LLM",
+    "AcceptanceStats",
+    "PeagleError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StructuredOutputs",
+]
 
 _MODULE_OF = (
     ("LLM", "peagle.engine.engine"),
@@ -24,6 +33,7 @@ _MODULE_OF = (
     ("AcceptanceStats", "peagle.acceptance"),
     ("SpeculativeConfig", "peagle.config"),
     ("PeagleError", "peagle.errors"),
+    ("StructuredOutputs", "peagle.structured.outputs"),
 )
 
 

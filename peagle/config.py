@@ -224,12 +224,16 @@ class ServeConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     page: bool = True
     log_level: str = "info"
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         _check_between(self, 0, 65535, "port")
+        _check_choice(self, "tool_call_parser", "auto", "hermes", "llama3_json")
+        _check_choice(self, "reasoning_parser", "auto", "think", "none")
         _check_at_least(self, 1, "max_waiting")
         _check_positive(self, "request_timeout")
         _check_between(self, 0, 86400, "drain_seconds")

@@ -115,6 +115,8 @@ SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "drain_seconds": "Seconds that running requests get to finish after SIGTERM or Ctrl-C.",
             "ssl_certfile": "Certificate for HTTPS.",
             "ssl_keyfile": "Key of that certificate, if it is in a file of its own.",
+            "tool_call_parser": "How the model writes calls: hermes, llama3_json, or auto: by its chat template.",
+            "reasoning_parser": "think: answers may begin with <think>...</think>; none, or auto: by the template.",
             "allowed_origins": "Origins of web pages that may use the server, * for all (default: none).",
             "page": "Serve a page to chat with at /.",
             "log_level": "debug, info (a line per request, and one of throughput), warning or error.",

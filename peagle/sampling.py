@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import PeagleError
+from peagle.structured.outputs import StructuredOutputs
 
 MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they differ from a greedy choice
@@ -36,7 +37,8 @@ class SamplingParams:
     `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 are off; `seed` None draws a fresh one; `stop`, one string or several,
     is cut from the text; a temperature below 1e-5 is greedy. Logits get `logit_bias` first (token id -> what to add),
     then `repetition_penalty` (tokens of prompt and output; 1.0 is off), then `frequency_penalty` times a token's count
-    and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them.
+    and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them. What
+    `structured_outputs` forbid is no token to choose at all.
 
     What the output tells besides tokens, none of which changes one: with `logprobs` n, the log-probability of every
     output token and of the n likeliest there, 0 to 20, as the target gives them before all of the above;
@@ -58,6 +60,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     show_drafts: bool = False

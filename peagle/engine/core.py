@@ -4,17 +4,19 @@ On CUDA the host runs one step behind the device: it launches step t + 1 before 
 that turns out to have finished in step t has then one step too many in flight, whose result is dropped.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from peagle.engine.batch import HostShape, Rows
+from peagle.engine.grammar import must_wait, write_masks
 from peagle.engine.graphs import DecodeGraphs, bucket_sizes
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import Request
@@ -25,6 +27,8 @@ from peagle.engine.step import SpeculativeStep
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import RowLogprobs
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class _Launched:
     scored: list[tuple[Request, int, int]]  # whose prompt rows have log-probabilities: the first row, how many
     out: StepOutput
     done: torch.cuda.Event | None
+    proposed: dict[Request, int] = field(default_factory=dict)  # drafts of requests whose grammar forbids the others
 
 
 class EngineCore:
@@ -74,6 +79,10 @@ class EngineCore:
         """Prepare for requests with penalties or a bias. Raises PeagleError where there is no memory for it."""
         self._state.keep_history(vocab_size)
 
+    def keep_masks(self, vocab_size: int) -> None:
+        """Prepare for requests with a grammar. Raises PeagleError where there is no memory for it."""
+        self._state.keep_masks(vocab_size)
+
     @property
     def synthetic(self) -> SyntheticLengths | None:
         """What SYNTHETIC accept lengths are drawn from; None where drafts are verified."""
@@ -107,7 +116,7 @@ class EngineCore:
         """Launch the next passes and read those that are due; the requests that got tokens, finished ones included."""
         with self._on_device():
             num_drafts = self._num_drafts()
-            advanced: list[Request] = []
+            advanced = self._read(self._step) if must_wait(self.scheduler.running) else []
             schedule = self.scheduler.schedule(num_drafts, self.policy.max_drafts)
             if schedule.must_drain:
                 advanced += self._read(self._step)
@@ -165,6 +174,7 @@ class EngineCore:
         num_drafts = max(num_drafts, min(self.policy.max_drafts, 1))
         rows = Rows.of_prompts(chunks, self._state, self._block_size, self.max_model_len, self._kernels)
         lines = [(line, chunk.request) for line, chunk in enumerate(chunks) if chunk.is_last]
+        write_masks(self._state, [request for _, request in lines], 0)
         out = self._speculative.run(rows, num_drafts, SamplingMode.of(request for _, request in lines))
         scored = [(c.request, c.first, c.request.num_scored(c.first, c.num_rows)) for c in chunks]
         for chunk in chunks:
@@ -180,12 +190,13 @@ class EngineCore:
         """Verify, accept and draft for requests whose prompts are done."""
         slots = np.array([r.slot for r in requests], dtype=np.int64)
         mode, width = SamplingMode.of(requests), num_drafts + 1
+        proposed = write_masks(self._state, requests, num_drafts)
         out = self._run_decode(slots, num_drafts, mode, lambda: [r.num_computed + r.rows_in_flight for r in requests])
         for request in requests:
             request.in_flight += 1
             request.rows_in_flight += width
             self._note_drafter(request, num_drafts)
-        self._send(list(enumerate(requests)), num_drafts, out)
+        self._send(list(enumerate(requests)), num_drafts, out, proposed=proposed)
 
     def _run_decode(
         self, slots: np.ndarray, num_drafts: int, mode: SamplingMode, most_computed: Callable[[], list[int]]
@@ -215,6 +226,7 @@ class EngineCore:
         num_drafts: int | None,
         out: StepOutput,
         scored: list[tuple[Request, int, int]] | None = None,
+        proposed: dict[Request, int] | None = None,
     ) -> None:
         """Send what a pass emitted and shows on its way to the host."""
         done = None
@@ -222,7 +234,8 @@ class EngineCore:
             out = out.each(_to_pinned)
             done = torch.cuda.Event()
             done.record()
-        self._launched.append(_Launched(self._step, lines, num_drafts, scored or [], out, done))
+        launched = _Launched(self._step, lines, num_drafts, scored or [], out, done, proposed or {})
+        self._launched.append(launched)
 
     def _read(self, through_step: int) -> list[Request]:
         """Hand requests their tokens of all passes up to a step; the requests that got some."""
@@ -237,26 +250,30 @@ class EngineCore:
             live = [(line, request) for line, request in launched.lines if request.finish_reason is None]
             shows = launched.out.drafts_BK is not None or launched.out.logprobs is not None
             for line, request in live:
+                num_drafts = launched.proposed.get(request, launched.num_drafts)
                 first_index = len(request.output_ids)
-                self._advance(request, lines_BW[line], launched.num_drafts, now)
+                self._advance(request, lines_BW[line], launched, now)
                 if shows:
-                    request.show(launched.out, line, first_index, launched.num_drafts)
+                    request.show(launched.out, line, first_index, num_drafts)
             if launched.num_drafts is not None:
                 # Requests with gaps in the drafter's cache say nothing about the head.
                 self.policy.record([lines_BW[line][-1] for line, r in live if r.cacheable], launched.num_drafts)
             advanced += [request for _, request in live]
         return advanced
 
-    def _advance(self, request: Request, line: list[int], num_drafts: int | None, now: float) -> None:
+    def _advance(self, request: Request, line: list[int], launched: _Launched, now: float) -> None:
         """One request's tokens of one pass."""
-        accepted, first_index = line[-1], len(request.output_ids)
+        accepted, first_index, num_drafts = line[-1], len(request.output_ids), launched.num_drafts
         request.in_flight -= 1
         kept = request.emit(line[: accepted + 1])
+        if request.matcher is not None and not all(map(request.matcher.accept, line[:kept])):
+            _log.error("request %d left its grammar: it is aborted", request.index)
+            request.finish_reason = "abort"
         if num_drafts is not None:
             request.rows_in_flight -= num_drafts + 1
             request.num_computed += accepted + 1
             if num_drafts > 0:
-                request.record_round(first_index, min(accepted, kept), num_drafts)
+                request.record_round(first_index, min(accepted, kept), launched.proposed.get(request, num_drafts))
         if request.finish_reason is None:
             self.scheduler.computed(request)
         else:

@@ -4,6 +4,7 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from peagle.errors import PeagleError
 from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
 from peagle.sampling import SamplingParams
+from peagle.structured.grammars import Grammars
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +143,11 @@ class LLM:
         self._rng = np.random.default_rng(config.seed)
         self._generating = threading.Lock()
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles `structured_outputs`. Raises PeagleError without the extra `peagle[structured]`."""
+        return Grammars(self.tokenizer, self.target.spec.vocab_size, self.target.spec.eos_token_ids)
+
     def set_speculation(self, enabled: bool) -> None:
         """Turn drafting on or off between calls of `generate`; off, the same engine decodes one token a step."""
         if enabled and self.drafter is None:
@@ -247,6 +254,11 @@ class LLM:
         )
         if params.penalised:
             self.core.keep_history(vocab)
+        if params.structured_outputs is not None:
+            if self.core.synthetic is not None:
+                raise PeagleError("structured_outputs needs real acceptance: leave out the synthetic one")
+            request.matcher = self.grammars.matcher(params.structured_outputs)
+            self.core.keep_masks(vocab)
         return request
 
 

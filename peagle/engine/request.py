@@ -2,13 +2,16 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle.acceptance import AcceptanceStats
 from peagle.engine.outputs import Logprobs, ShownRound, StepOutput
 from peagle.engine.text import MeasuredStream, TextStream
 from peagle.kernels.logprobs import RowLogprobs
 from peagle.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from peagle.engine.grammar import Matcher
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # the smaller of params.max_tokens and what the context length leaves
     stream: TextStream | None = None
+    matcher: "Matcher | None" = None  # of the grammar that the output follows; it has seen `output_ids`
     arrival: int = -1  # -1: not queued yet
     slot: int = -1  # -1: none
     blocks: list[int] = field(default_factory=list)
@@ -68,7 +72,7 @@ class Request:
     finish_reason: str | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)  # what the next step verifies, if the request shows it
+    drafts: list[int] = field(default_factory=list)  # what the next step verifies, if it shows them or has a grammar
     trace: list[ShownRound] = field(default_factory=list)
     logprobs: Logprobs | None = field(init=False)  # of `output_ids`
     prompt_logprobs: Logprobs | None = field(init=False)  # of the prompt's second token and those after it
@@ -109,8 +113,8 @@ class Request:
         kept, width = len(self.output_ids) - first_index, out.tokens_BW.shape[1] - 1
         if self.logprobs is not None and out.logprobs is not None:
             self.logprobs.extend(*(rows[line * width : line * width + kept].numpy() for rows in out.logprobs))
-        if self.params.show_drafts and out.drafts_BK is not None:
-            if num_drafts:
+        if (self.params.show_drafts or self.matcher is not None) and out.drafts_BK is not None:
+            if num_drafts and self.params.show_drafts:
                 accepted = int(out.tokens_BW[line, -1])
                 token = self.output_ids[first_index + accepted] if kept > accepted else None
                 self.trace.append(ShownRound(first_index, self.drafts[:num_drafts], min(accepted, kept), token))

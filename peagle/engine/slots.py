@@ -15,6 +15,7 @@ from peagle.engine.request import Request
 from peagle.engine.transfer import to_device
 from peagle.errors import PeagleError
 from peagle.kernels.penalties import TokenHistory
+from peagle.kernels.token_masks import TokenMasks
 from peagle.sampling import RowSampling
 
 
@@ -24,19 +25,23 @@ class SamplingMode(NamedTuple):
     drawn: bool = False  # a temperature above 0
     filtered: bool = False  # top-k, top-p or min-p
     penalised: bool = False  # penalties or bias
+    masked: bool = False  # a grammar, whose masks need the drafts
     shows_drafts: bool = False
     scores: bool = False  # log-probabilities of what is emitted
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> Self:
         """The mode of a batch."""
+        requests = list(requests)
         params = [request.params for request in requests]
         drawn = [p for p in params if p.temperature > 0]
+        masked = any(request.matcher is not None for request in requests)
         return cls(
             drawn=bool(drawn),
             filtered=any(p.filtered for p in drawn),
             penalised=any(p.penalised for p in params),
-            shows_drafts=any(p.show_drafts for p in params),
+            masked=masked,
+            shows_drafts=masked or any(p.show_drafts for p in params),
             scores=any(p.logprobs is not None for p in params),
         )
 
@@ -55,6 +60,7 @@ class SlotState:
         self._params = torch.zeros((rows, 2), dtype=torch.int64, device=device)
         self._rates = torch.zeros((rows, 3), dtype=torch.float32, device=device)
         self.history: TokenHistory | None = None  # made for the first request with penalties or a bias
+        self.masks: TokenMasks | None = None  # made for the first request with a grammar
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Take over the slots of requests that begin, or begin again."""
@@ -70,6 +76,8 @@ class SlotState:
         self._params.index_copy_(0, slot_B, params_B2)
         self._rates.index_copy_(0, slot_B, rates_B3.to(torch.int32).view(torch.float32))
 
+        if self.masks is not None:
+            self.masks.clear(slot_B)
         if self.history is not None:
             for request in requests:
                 self.history.start(request.slot, request.params, request.prompt_ids, request.output_ids)
@@ -92,6 +100,27 @@ class SlotState:
             size = TokenHistory.num_bytes(slots, vocab_size)
             raise PeagleError(
                 f"no memory for penalties and logit_bias, which take {size / 2**30:.2f} GiB for {slots} requests: "
+                "lower gpu_memory_utilization or max_num_seqs, or leave them out"
+            ) from error
+
+    @property
+    def needed_masks(self) -> TokenMasks:
+        """The masks, for a step that cannot do without; PeagleError before `keep_masks`."""
+        if self.masks is None:
+            raise PeagleError("a step with a grammar needs its masks: add requests that `LLM.make_request` made")
+        return self.masks
+
+    def keep_masks(self, vocab_size: int) -> None:
+        """Prepare for grammars. Raises PeagleError where there is no memory for it."""
+        if self.masks is not None:
+            return
+        slots, rows = len(self.last_token) - 1, self.drafts.shape[1] + 1
+        try:
+            self.masks = TokenMasks(slots, rows, vocab_size, self._device)
+        except RuntimeError as error:  # out of memory is one, on CPU and CUDA
+            size = TokenMasks.num_bytes(slots, rows, vocab_size)
+            raise PeagleError(
+                f"no memory for structured outputs, which take {size / 2**30:.2f} GiB for {slots} requests: "
                 "lower gpu_memory_utilization or max_num_seqs, or leave them out"
             ) from error
 

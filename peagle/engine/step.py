@@ -128,6 +128,8 @@ class SpeculativeStep:
         if mode.penalised:
             history = self.state.needed_history
             logits_UV = history.apply(logits_UV, rows.slot_B, rows.drafts_BK, backend=self._kernels)
+        if mode.masked:
+            logits_UV = self.state.needed_masks.apply(logits_UV, rows.slot_B, backend=self._kernels)
         sampling = self.state.row_sampling(rows.slot_B, last_B + 1, count, mode)
         tokens_U = sample(logits_UV, sampling, backend=self._kernels)
         logprobs = row_logprobs(raw_UV, tokens_U, MAX_LOGPROBS) if mode.scores else None

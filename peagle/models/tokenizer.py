@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peagle.errors import PeagleError, one_line
 
@@ -54,9 +54,14 @@ def placeholder_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
 
 
 def render_chat(
-    tokenizer: "PreTrainedTokenizerFast", messages: Sequence[dict[str, str]], *, add_generation_prompt: bool
+    tokenizer: "PreTrainedTokenizerFast",
+    messages: Sequence[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """The conversation as the model's own template writes it, special tokens spelled out in the text."""
+    """The conversation as the model's own template writes it, special tokens spelled out in the text. `tools` are the
+    functions that it tells the model about, as OpenAI's field describes them."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -68,7 +73,10 @@ def render_chat(
         check_unicode(str(message.get("content")), f"a message of the role {message.get('role')!r}")
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tools=None if tools is None else list(tools),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
     except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
         roles = [message.get("role") for message in messages]

@@ -9,7 +9,7 @@ from peagle import __version__
 from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
-from peagle.models.tokenizer import encode, render_chat
+from peagle.models.tokenizer import encode
 from peagle.server.chat import chat
 from peagle.server.completions import completions
 from peagle.server.engine_thread import EngineThread
@@ -88,7 +88,7 @@ def _tokens(service: Service) -> APIRouter:
             if turns is None:
                 text = body.prompt or ""
             else:
-                text = render_chat(tokenizer, [m.turn() for m in turns], add_generation_prompt=opens)
+                text = service.render([m.turn() for m in turns], add_generation_prompt=opens)
             service.check_length(text)
             return encode(tokenizer, text)
 

@@ -6,7 +6,7 @@ from peagle.engine.request import Request as EngineRequest
 from peagle.server.errors import ApiError
 from peagle.server.logprobs import Echo, completion_logprobs
 from peagle.server.protocol import MAX_CHOICES, CompletionBody
-from peagle.server.responses import Form
+from peagle.server.responses import Form, TextWriter
 from peagle.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -14,8 +14,7 @@ _FORM = Form(
     prefix="cmpl",
     whole_kind="text_completion",
     chunk_kind="text_completion",
-    whole=lambda text: {"text": text},
-    piece=lambda text: {"text": text},
+    writer=TextWriter,
     logprobs=completion_logprobs,
 )
 
@@ -32,9 +31,10 @@ def completions(service: Service) -> APIRouter:
         if count > MAX_CHOICES:
             message = f"{len(prompts)} prompts with n {body.choices} are {count} answers: ask for {MAX_CHOICES} at most"
             raise ApiError(400, message, param="n" if body.choices > 1 else "prompt")
+        structure = await service.compile(body.structure())
 
         def prepare() -> tuple[list[EngineRequest], list[Echo]]:
-            requests = service.requests(body, prompts, DEFAULT_MAX_TOKENS)
+            requests = service.requests(body, prompts, DEFAULT_MAX_TOKENS, structure)
             of_prompts = zip(prompts, requests[:: body.choices], strict=True) if body.echo else ()
             echoes = [service.echo(prompt, request) for prompt, request in of_prompts]
             return requests, [echo for echo in echoes for _ in range(body.choices)]

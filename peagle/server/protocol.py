@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from peagle.sampling import MAX_LOGPROBS, SamplingParams
+from peagle.server.body import Body
 from peagle.server.errors import ApiError, shown
+from peagle.server.structured import StructuredFields
+from peagle.server.tools import MAX_TOOLS, NamedTool, Tool, ToolCall
 
 MAX_CHOICES = 128  # answers of one request: prompts times n
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 32, 256, 1024  # each is looked for after every token
@@ -27,15 +30,14 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "best_of": (1,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
         "use_beam_search": (False,), "truncate_prompt_tokens": (), "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
-        "add_special_tokens": (False,), "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (),
-        "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "bad_words": ([],),
-        "allowed_token_ids": (), "priority": (0,),
+        "add_special_tokens": (False,), "bad_words": ([],), "allowed_token_ids": (), "priority": (0,),
+        "guided_decoding_backend": ("auto", "xgrammar"),
     }
 )  # fmt: skip
 _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
-        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
+        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
+        "prediction": (),
         "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
         "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
         "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,),
@@ -46,26 +48,6 @@ _SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
-
-
-class Body(BaseModel):
-    """A JSON object with known fields of exact types; null stands for a field left out."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_not_supported(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for name, harmless in cls.not_supported.items():
-            value = values.get(name)
-            if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
-                raise ApiError(
-                    400, f"{name} is {shown(value)}: not supported, leave it out", param=name, code="unsupported_field"
-                )
-        return {name: value for name, value in values.items() if name not in cls.not_supported}
 
 
 class StreamOptions(Body):
@@ -82,7 +64,7 @@ class SpeculationOptions(Body):
     drafts: bool | None = None  # false: none, in steps that no other request shares
 
 
-class GenerationBody(Body):
+class GenerationBody(StructuredFields):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -173,12 +155,14 @@ class Message(Body):
 
     not_supported = MappingProxyType(
         {
-            "name": (), "refusal": (), "audio": (), "function_call": (), "reasoning_content": (), "tool_call_id": (),
-            "tool_calls": ([],), "annotations": ([],),
+            "name": (), "refusal": (), "audio": (), "function_call": (), "annotations": ([],),
         }
     )  # fmt: skip
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None  # of an answer before; templates leave out what was thought
 
     @field_validator("content", mode="before")
     @classmethod
@@ -196,9 +180,27 @@ class Message(Body):
                 raise ApiError(400, f"messages holds a part with {shown(unknown[0])}: leave it out", param="messages")
         return "\n".join(part["text"] for part in content)
 
-    def turn(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check_role(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise ApiError(400, "messages holds one without content: every message needs a text", param="messages")
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                message = f"messages holds {name} in the role {self.role!r}: only {role!r} has any"
+                raise ApiError(400, message, param="messages")
+        return self
+
+    def turn(self) -> dict[str, Any]:
         """The message as chat templates take it, most of which know no developer."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        turn: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        if self.tool_calls:
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id:
+            turn["tool_call_id"] = self.tool_call_id
+        return turn
 
 
 class ChatBody(GenerationBody):
@@ -207,6 +209,9 @@ class ChatBody(GenerationBody):
     not_supported = MappingProxyType({**_NOT_SUPPORTED, **_NOT_SUPPORTED_CHAT})
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
@@ -232,7 +237,7 @@ class ChatBody(GenerationBody):
             self.max_tokens = self.max_completion_tokens
         return self
 
-    def conversation(self) -> list[dict[str, str]]:
+    def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
         return [message.turn() for message in self.messages]
 

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from starlette.responses import StreamingResponse
@@ -24,16 +24,44 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one endpoint writes an answer: the part of a choice that holds a `whole` text, or a `piece` of it in a
-    chunk, its tokens' `logprobs`, and what a choice's first chunk says before there is text."""
+    """How one endpoint writes an answer: the `writer` of each choice, its tokens' `logprobs`, and what its first chunk
+    says before there is text."""
 
     prefix: str  # of ids
     whole_kind: str
     chunk_kind: str
-    whole: Callable[[str], dict[str, Any]]
-    piece: Callable[[str], dict[str, Any]]
+    writer: "Callable[[], Writer]"
     logprobs: Callable[[TokenNames, Sequence[ScoredToken]], dict[str, Any]]
     opening: Mapping[str, Any] | None = None
+
+
+class Writer(Protocol):
+    """Writes the text of one choice, whole or piece by piece."""
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The part of a choice that holds all of it."""
+
+    def piece(self, text: str, *, final: bool = False) -> dict[str, Any]:
+        """The part of a chunk's choice that holds more of it; with nothing to say yet, an empty one."""
+
+    def reason(self, finish_reason: str) -> str:
+        """What a client reads as the reason of the end."""
+
+
+class TextWriter:
+    """A choice that is its text."""
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """See `Writer`."""
+        return {"text": text}
+
+    def piece(self, text: str, *, final: bool = False) -> dict[str, Any]:  # noqa: ARG002
+        """See `Writer`."""
+        return {"text": text}
+
+    def reason(self, finish_reason: str) -> str:
+        """See `Writer`."""
+        return finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +87,10 @@ class Reply:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
         texts = [echo.text + output.text for echo, output in zip(self.echoes, outputs, strict=True)]
+        writers = [self.form.writer() for _ in outputs]
+        parts = [writer.whole(text) for writer, text in zip(writers, texts, strict=True)]
         choices = [
-            self._choice(i, self.form.whole(texts[i]), o.finish_reason, self._scored(i, o))
+            self._choice(i, parts[i], writers[i].reason(o.finish_reason), self._scored(i, o))
             for i, o in enumerate(outputs)
         ]
         usage = self._usage(sum(len(o.token_ids) for o in outputs))
@@ -73,24 +103,27 @@ class Reply:
         """The chunks of a stream; an error on the way becomes the last one. `traces`, one for each answer, add to every
         chunk where its tokens came from."""
         num_tokens = 0
+        writers = [self.form.writer() for _ in self.requests]
         try:
             for index, echo in enumerate(self.echoes):
                 if self.form.opening is not None:
                     yield self._chunk(index, self.form.opening, None)
                 if echo.text and self.requests[index].prompt_logprobs is None:
-                    yield self._chunk(index, self.form.piece(echo.text), None)
+                    yield self._chunk(index, writers[index].piece(echo.text), None)
             async for index, delta in answers:
                 num_tokens += len(delta.token_ids)
                 if delta.prompt_logprobs is not None:
                     # As long as the prompt, and as much more as there are log-probabilities: others are not to wait.
                     yield await asyncio.to_thread(self._scored_echo, index, delta.prompt_logprobs)
                 scored = self._behind_echo(index, delta.scored)
+                part = writers[index].piece(delta.text, final=delta.output is not None)
                 about: dict[str, Any] = {"tokens": traces[index].tokens(delta)} if traces else {}
                 reason = None
                 if delta.output is not None:
-                    about, reason = speculation([delta.output.stats]) | about, delta.output.finish_reason
-                if delta.text or scored or about:
-                    yield self._chunk(index, self.form.piece(delta.text), reason, scored, about and {"peagle": about})
+                    about = speculation([delta.output.stats]) | about
+                    reason = writers[index].reason(delta.output.finish_reason)
+                if (delta.text and any(part.values())) or scored or about:
+                    yield self._chunk(index, part, reason, scored, about and {"peagle": about})
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:
@@ -117,9 +150,8 @@ class Reply:
 
     def _scored_echo(self, index: int, logprobs: Logprobs) -> str:
         echo = self.echoes[index]
-        return self._chunk(
-            index, self.form.piece(echo.text), None, echo.scored(self.requests[index].prompt_ids, logprobs)
-        )
+        part = self.form.writer().piece(echo.text)
+        return self._chunk(index, part, None, echo.scored(self.requests[index].prompt_ids, logprobs))
 
     def _choice(
         self, index: int, part: Mapping[str, Any], reason: str | None, scored: Sequence[ScoredToken] = ()

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -16,14 +16,18 @@ from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.engine.request import Request
 from peagle.errors import PeagleError
-from peagle.models.tokenizer import encode
+from peagle.models.tokenizer import encode, render_chat
 from peagle.server.answers import Answers
+from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
 from peagle.server.errors import ApiError
 from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.protocol import GenerationBody
 from peagle.server.responses import EventStream, Form, Reply
+from peagle.server.structured import Compiler
+from peagle.server.tools import ToolUse, as_text
 from peagle.server.trace import Trace
+from peagle.structured.outputs import StructuredOutputs
 
 T = TypeVar("T")
 
@@ -45,12 +49,15 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     worker: ThreadPoolExecutor = field(default_factory=_one_thread)
     longest_token: int = 0  # characters
+    style: ChatStyle = field(default_factory=ChatStyle)
+    compiler: Compiler = field(default_factory=Compiler)
 
     @classmethod
     def of(cls, engine: EngineThread, llm: LLM, config: ServeConfig, name: str) -> Self:
         """A service of a loaded model."""
         longest = max(map(len, llm.tokenizer.get_vocab()))
-        return cls(engine, llm, config, name, TokenNames(llm.tokenizer), longest_token=longest)
+        style = ChatStyle.of(llm.tokenizer.chat_template, config)
+        return cls(engine, llm, config, name, TokenNames(llm.tokenizer), longest_token=longest, style=style)
 
     def check_model(self, name: str | None) -> None:
         """404 for another model than the one that is served; a body may leave it out."""
@@ -67,13 +74,40 @@ class Service:
             name = str(error).split(" ", 1)[0]
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else subject) from error
 
-    def requests(self, body: GenerationBody, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> list[Request]:
+    def render(
+        self, turns: list[dict[str, Any]], tools: ToolUse | None = None, *, add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation in the model's own template, which may know nothing of functions."""
+        if not self.style.knows_tools:
+            turns = [as_text(turn) for turn in turns]
+        described = None
+        if tools is not None:
+            turns, described = tools.introduced(turns), tools.for_template()
+        return render_chat(self.llm.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=described)
+
+    async def compile(self, asked: tuple[str, StructuredOutputs] | None) -> StructuredOutputs | None:
+        """What a field of a body asks answers to be, once its grammar is ready."""
+        if asked is None:
+            return None
+        name, outputs = asked
+        await self.compiler.compile(lambda: self.llm.grammars.compile(outputs), name)
+        return outputs
+
+    def requests(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[str | Sequence[int]],
+        max_tokens: int,
+        structure: StructuredOutputs | None = None,
+    ) -> list[Request]:
         """Every answer that a body asks for, those to the same prompt side by side."""
         vocab_size = self.llm.target.spec.vocab_size
         outside = [token for token in body.stop_token_ids or () if not 0 <= token < vocab_size]
         if outside:
             raise PeagleError(f"stop_token_ids has {outside[0]}: the target has tokens 0 .. {vocab_size - 1}")
         each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
+        if structure is not None:
+            each = [replace(params, structured_outputs=structure) for params in each]
         room = self.llm.core.max_num_seqs + self.config.max_waiting
         if len(each) * len(prompts) > room:
             raise PeagleError(

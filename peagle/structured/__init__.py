@@ -1,0 +1,1 @@
+"""Structured output: what a request asks for, and the grammars made of it. Only `grammars` needs the extra."""
