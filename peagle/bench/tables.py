@@ -279,6 +279,33 @@ def _profile(rows: Sequence[Json]) -> str:
     )
 
 
+def _soak(rows: Sequence[Json]) -> str:
+    header = (
+        "clients at once", "minutes", "requests answered", "tokens", "left", "rubbish", "different", "lost or doubled",
+        "failed", "KV cache after", "RSS MiB/min", "GPU MiB/min",
+    )  # fmt: skip
+    return markdown_table(
+        header,
+        [
+            (
+                str(row["concurrency"]),
+                f"{row['minutes']:.1f}",
+                f"{row['requests']:,}",
+                f"{row['tokens']:,}",
+                f"{row['left']:,}",
+                f"{row['rubbish']:,}",
+                f"**{row['different']}**",
+                f"**{row['lost_or_doubled']}**",
+                f"**{row['failed']}**",
+                f"{100 * row['kv_usage_after']:g} %",
+                *("–" if row[key] is None else f"{row[key]:+.2f}" for key in _SLOPES),
+            )
+            for row in rows
+        ],
+    )
+
+
+_SLOPES = ("rss_mib_per_minute", "gpu_mib_per_minute")
 _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
     {
         "acceptance-": _acceptance,
@@ -293,6 +320,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "peer-vllm-": _engine_speed,  # before any shorter beginning
         "profile-": _profile,
         "peer-": _peer,
+        "soak-": _soak,
     }
 )
 
