@@ -15,6 +15,7 @@ from peagle.server.completions import completions
 from peagle.server.engine_thread import EngineThread
 from peagle.server.errors import ApiError, add_error_handlers
 from peagle.server.guard import Guard
+from peagle.server.openapi import describe
 from peagle.server.protocol import DetokenizeBody, TokenizeBody
 from peagle.server.service import Service
 
@@ -34,6 +35,7 @@ def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metr
     if metrics is not None:
         app.include_router(_metrics(metrics))
     add_error_handlers(app)
+    describe(app, has_key=config.api_key is not None)
     app.add_middleware(Guard, api_key=config.api_key)
     if config.allowed_origins:
         app.add_middleware(

@@ -29,6 +29,8 @@ class Guard:
         headers = dict(scope["headers"])
         try:
             self._check_key(scope, headers)
+            if scope["method"] == "HEAD":  # whatever can be got
+                scope, send = {**scope, "method": "GET"}, _without_body(send)
             if scope["method"] == "POST":
                 _check_type(headers)
                 receive = await _with_body(headers, receive)
@@ -45,6 +47,15 @@ class Guard:
         if not hmac.compare_digest(key.strip(), self._key) or scheme.lower() != b"bearer":
             message = "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'"
             raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _without_body(send: Send) -> Send:
+    """A `send` for HEAD: status and headers alone."""
+
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
 
 
 def _check_type(headers: MutableMapping[bytes, bytes]) -> None:
