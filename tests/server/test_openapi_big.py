@@ -60,7 +60,7 @@ def test_schemathesis(operations, label, mode):
         pytest.skip("there is nothing to get wrong")
 
     @settings(
-        max_examples=1500, deadline=None, phases=[Phase.generate],
+        max_examples=300, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck), database=None,
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=mode))
