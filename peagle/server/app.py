@@ -100,6 +100,9 @@ def _tokens(service: Service) -> APIRouter:
         vocab_size = service.llm.target.spec.vocab_size
 
         def detokenize() -> str:
+            length, most = len(body.tokens), service.llm.max_model_len
+            if length > most:
+                raise PeagleError(f"tokens has {length} tokens: the context is {most}, send less")
             outside = [token for token in body.tokens if not 0 <= token < vocab_size]
             if outside:
                 raise PeagleError(f"tokens has {outside[0]}: the model has tokens 0 .. {vocab_size - 1}")

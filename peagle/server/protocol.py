@@ -10,6 +10,7 @@ from peagle.sampling import SamplingParams
 from peagle.server.errors import ApiError, shown
 
 MAX_CHOICES = 128  # answers of one request: prompts times n
+MAX_MESSAGES, MAX_BIASES = 10_000, 10_000
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 32, 256, 1024  # each is looked for after every token
 
 Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
@@ -64,7 +65,10 @@ class Body(BaseModel):
                 raise ApiError(
                     400, f"{name} is {shown(value)}: not supported, leave it out", param=name, code="unsupported_field"
                 )
-        return {name: value for name, value in values.items() if name not in cls.not_supported}
+        kept = {name: value for name, value in values.items() if name in cls.model_fields}
+        unknown = next((name for name in values if name not in kept and name not in cls.not_supported), None)
+        # One of them is enough to be refused: half a million would keep everybody waiting for seconds.
+        return kept if unknown is None else {**kept, unknown: values[unknown]}
 
 
 class StreamOptions(Body):
@@ -87,7 +91,7 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
@@ -95,6 +99,14 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_size(cls, bias: Any) -> Any:
+        if isinstance(bias, dict) and len(bias) > MAX_BIASES:  # before each entry is looked at
+            message = f"logit_bias has {len(bias)} entries: give {MAX_BIASES} at most"
+            raise ApiError(400, message, param="logit_bias")
+        return bias
 
     @model_validator(mode="after")
     def _check_stream(self) -> "GenerationBody":
@@ -169,7 +181,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     not_supported = MappingProxyType({**_NOT_SUPPORTED, **_NOT_SUPPORTED_CHAT})
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
@@ -194,7 +206,7 @@ class TokenizeBody(Body):
     not_supported = MappingProxyType({"add_special_tokens": (False,), "return_token_strs": (False,)})
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
