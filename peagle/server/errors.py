@@ -34,8 +34,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.headers = status, _unicode(message), dict(headers or {})
-        self.param = None if param is None else _unicode(param)
+        self.status, self.message, self.headers = status, as_unicode(message), dict(headers or {})
+        self.param = None if param is None else as_unicode(param)
         self.code = code or _CODES.get(status)
 
     def body(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed on this request: its log says why", code="internal_error")
 
 
-def _unicode(text: str) -> str:
+def as_unicode(text: str) -> str:
     """What a client sent may hold lone surrogates, which no response can."""
     return text.encode("utf-8", "replace").decode()
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from peagle.sampling import SamplingParams
-from peagle.server.errors import ApiError, shown
+from peagle.server.errors import ApiError, as_unicode, shown
 
 MAX_CHOICES = 128  # answers of one request: prompts times n
 MAX_MESSAGES, MAX_BIASES = 10_000, 10_000
@@ -68,7 +68,7 @@ class Body(BaseModel):
         kept = {name: value for name, value in values.items() if name in cls.model_fields}
         unknown = next((name for name in values if name not in kept and name not in cls.not_supported), None)
         # One of them is enough to be refused: half a million would keep everybody waiting for seconds.
-        return kept if unknown is None else {**kept, unknown: values[unknown]}
+        return kept if unknown is None else {**kept, as_unicode(unknown): None}
 
 
 class StreamOptions(Body):
