@@ -2,11 +2,12 @@
 
 Clients send requests whose answers were computed before, each alone. Some leave in the middle, some send rubbish. In
 the end nothing may be held: no request, no block of the KV cache, no connection, no memory that grew. The server runs
-in float32, where no answer depends on the batch that it is computed in.
+in float32, where no answer depends on the batch that it is computed in. On a CPU its cache must be small: memory is taken
+when a block is first used, and that would look like a leak.
 
 Hardware: 2 cores, SmolLM2 with its head, 20 minutes and about one more for the references; on a GPU, 5 minutes.
 
-    python -m benchmarks.soak
+    python -m benchmarks.soak --jobs 20 --max-tokens 32 --max-model-len 512 -- --max-num-seqs 4
     python -m benchmarks.soak --minutes 5 --concurrency 256 --model org/model --head my-head -- --max-num-seqs 256
 """
 

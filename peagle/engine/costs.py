@@ -38,7 +38,7 @@ def measure_costs(core: EngineCore, draft_counts: Sequence[int]) -> CostTable:
     for size in reversed(sizes):
         costs |= {(size, k): _seconds(core, size, k, repeats) for k in draft_counts}
         _log.info("steps of %d requests: %s ms", size, _listed(f"{1e3 * costs[size, k]:.1f}" for k in draft_counts))
-    _log.warning("measured in %.1f s: K is chosen step by step from now on", time.perf_counter() - began)
+    _log.info("measured in %.1f s: K is chosen step by step from now on", time.perf_counter() - began)
     return costs
 
 
