@@ -2,8 +2,8 @@
 
 Clients send requests whose answers were computed before, each alone. Some leave in the middle, some send rubbish. In
 the end nothing may be held: no request, no block of the KV cache, no connection, no memory that grew. The server runs
-in float32, where no answer depends on the batch that it is computed in. On a CPU its cache must be small: memory is taken
-when a block is first used, and that would look like a leak.
+in float32, where no answer depends on the batch that it is computed in. On a CPU its cache must be small: memory is
+taken when a block is first used, and that would look like a leak.
 
 Hardware: 2 cores, SmolLM2 with its head, 20 minutes and about one more for the references; on a GPU, 5 minutes.
 

@@ -118,7 +118,14 @@ def run_profile(
     name = "Longest kernels" if measured.profile.on_gpu else "Longest operations, without what they call"
     console.print(_shares_table(name, measured.profile, measured.profile.top))
     if out is not None:
-        settings = {"model": llm.target.name, "drafting": drafting, **asdict(config), "device": str(device)}
+        prompts = "random tokens: what is accepted means nothing"
+        settings = {
+            "model": llm.target.name,
+            "drafting": drafting,
+            "prompts": prompts,
+            **asdict(config),
+            "device": str(device),
+        }
         write_result(out, out.stem, settings, {"summary": measured.summary(), "rows": measured.rows()})
         console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
     return measured
