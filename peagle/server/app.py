@@ -13,7 +13,7 @@ from peagle.models.tokenizer import encode, render_chat
 from peagle.server.chat import chat
 from peagle.server.completions import completions
 from peagle.server.engine_thread import EngineThread
-from peagle.server.errors import ApiError, add_error_handlers
+from peagle.server.errors import ApiError, add_error_handlers, shown
 from peagle.server.guard import Guard
 from peagle.server.openapi import describe
 from peagle.server.protocol import DetokenizeBody, TokenizeBody
@@ -105,7 +105,7 @@ def _tokens(service: Service) -> APIRouter:
                 raise PeagleError(f"tokens has {length} tokens: the context is {most}, send less")
             outside = [token for token in body.tokens if not 0 <= token < vocab_size]
             if outside:
-                raise PeagleError(f"tokens has {outside[0]}: the model has tokens 0 .. {vocab_size - 1}")
+                raise PeagleError(f"tokens has {shown(outside[0])}: the model has tokens 0 .. {vocab_size - 1}")
             return str(tokenizer.decode(body.tokens))
 
         return {"prompt": await service.prepare(detokenize, body, "tokens")}

@@ -188,9 +188,8 @@ class ChatBody(GenerationBody):
     def _settle_max_tokens(self) -> "ChatBody":
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                message = (
-                    f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}: give one"
-                )
+                one, other = shown(self.max_tokens), shown(self.max_completion_tokens)
+                message = f"max_tokens is {one} and max_completion_tokens {other}: give one"
                 raise ApiError(400, message, param="max_tokens")
             self.max_tokens = self.max_completion_tokens
         return self

@@ -19,7 +19,7 @@ from peagle.errors import PeagleError
 from peagle.models.tokenizer import encode
 from peagle.server.answers import Answers
 from peagle.server.engine_thread import EngineThread
-from peagle.server.errors import ApiError
+from peagle.server.errors import ApiError, shown
 from peagle.server.protocol import GenerationBody
 from peagle.server.responses import EventStream, Form, Reply
 
@@ -69,7 +69,7 @@ class Service:
         vocab_size = self.llm.target.spec.vocab_size
         outside = [token for token in body.stop_token_ids or () if not 0 <= token < vocab_size]
         if outside:
-            raise PeagleError(f"stop_token_ids has {outside[0]}: the target has tokens 0 .. {vocab_size - 1}")
+            raise PeagleError(f"stop_token_ids has {shown(outside[0])}: the target has tokens 0 .. {vocab_size - 1}")
         each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
         room = self.llm.core.max_num_seqs + self.config.max_waiting
         if len(each) * len(prompts) > room:

@@ -125,7 +125,7 @@ def fuzz(examples):
     return settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples)
 
 
-@fuzz(300)
+@fuzz(250)
 @given(BODIES | mutated())
 def test_no_body_is_the_servers_fault(client, asked):
     path, body = asked
