@@ -4,6 +4,8 @@ MT-Bench (80 first turns), HumanEval (164), GSM8K (1,319) and MBPP (500), or any
 run as one batch. Hardware: any; one K over 4 x 80 prompts takes seconds on a large GPU. On 2 CPU cores use --limit 10
 --sets mt_bench --max-num-seqs 16.
 
+For one head, with intervals and its card, see `peagle eval`, which counts with the same code.
+
     python -m benchmarks.acceptance --out benchmarks/results/acceptance-smollm2-135m.json
     python -m benchmarks.acceptance --model org/model --head runs/a/head --head runs/b/head \
         --sets mt_bench humaneval gsm8k mbpp --limit 80 --temperature 0 --out acceptance-mine.json

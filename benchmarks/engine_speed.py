@@ -5,7 +5,7 @@ and vLLM can be given the very same (benchmarks/peer_vllm.py). 128 tokens in, 51
 are the steps in which all requests decode. The engines of a group stand side by side and take turns, repeat by repeat.
 After the repeats some steps are profiled: how long the GPU was busy, how many kernels and launches. Every figure is
 written as soon as it is there, the most important groups first: stopped early, by --seconds or by hand, the file holds
-what was measured. Hardware: one GPU, 40 GB for the largest shape.
+what was measured. Hardware: one GPU, 60 GB for the largest shape.
 
     python -m benchmarks.engine_speed --out benchmarks/results/engine-speed-h200.json
     python -m benchmarks.engine_speed --shapes qwen3-8b --methods p-eagle none --k 7 --seconds 120 --out FILE
@@ -79,7 +79,7 @@ class Engine:
     llm: LLM
     batches: Callable[[int], Sequence[Prompts]]  # what to answer at a concurrency, in turn
     windows: dict[int, list[Window]] = field(default_factory=dict)
-    profiles: dict[int, Profile] = field(default_factory=dict)
+    profiles: dict[int, tuple[Profile, Window]] = field(default_factory=dict)  # and steps just before, not profiled
 
 
 class Session:
@@ -224,19 +224,21 @@ def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
             session.measured(engine, concurrency)
 
 
-def _profile(engine: Engine, concurrency: int, steps: int) -> Profile:
-    tokens = 2 * _WARM_UP_TOKENS + (steps + 4) * (engine.setup.num_drafts + 1)
+def _profile(engine: Engine, concurrency: int, steps: int) -> tuple[Profile, Window]:
+    """Steps with the profiler, and as many before them without."""
+    tokens = 2 * _WARM_UP_TOKENS + (2 * steps + 4) * (engine.setup.num_drafts + 1)
     batch = Decoding(engine.llm, engine.batches(concurrency)[0], _params(tokens))
     batch.settle()
+    window = batch.advance(steps)
     profile = profile_steps(batch, steps)
     batch.drain()
-    return profile
+    return profile, window
 
 
 def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype) -> EngineSpeedRow:
     setup, windows = engine.setup, engine.windows[concurrency]
     ms = [window.ms_per_step for window in windows]
-    whole, profile = _sum(windows), engine.profiles.get(concurrency)
+    whole, (profile, beside) = _sum(windows), engine.profiles.get(concurrency, (None, None))
     length = whole.acceptance_length if setup.acceptance == "real" else setup.acceptance_length
     drafter = engine.llm.drafter
     cost = step_cost(
@@ -250,6 +252,7 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
     )
     floor_ms = cost.floor_ms(bandwidth)
     on_gpu = profile is not None and profile.on_gpu
+    busy_share = min(profile.busy_ms / beside.ms_per_step, 1.0) if profile and beside and on_gpu else None
     return EngineSpeedRow(
         shape=setup.shape,
         method=setup.method,
@@ -266,7 +269,8 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
         steps=whole.steps,
         mean_context=round(whole.context, 1),
         gpu_busy_ms=round(profile.busy_ms, 4) if profile and on_gpu else None,
-        gpu_busy_share=round(min(profile.busy_ms / median(ms), 1.0), 4) if profile and on_gpu else None,
+        drafting_ms=round(profile.per_step(profile.drafting_us) / 1e3, 4) if profile and profile.drafting_us else None,
+        gpu_busy_share=None if busy_share is None else round(busy_share, 4),
         kernels_per_step=round(profile.per_step(profile.kernels), 1) if profile and on_gpu else None,
         launches_per_step=round(profile.per_step(profile.launches), 1) if profile and on_gpu else None,
         graph_launches_per_step=round(profile.per_step(profile.graph_launches), 2) if profile and on_gpu else None,
@@ -284,7 +288,7 @@ def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, set
 
 def _llm(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup, prompt_tokens: int) -> LLM:
     args = session.args
-    longest = max(args.output_tokens, 2 * _WARM_UP_TOKENS + (args.profile_steps + 4) * (setup.num_drafts + 1))
+    longest = max(args.output_tokens, 2 * _WARM_UP_TOKENS + (2 * args.profile_steps + 4) * (setup.num_drafts + 1))
     length = prompt_tokens + longest + 2 * setup.num_drafts + 1
     config = EngineConfig(
         dtype=args.dtype,

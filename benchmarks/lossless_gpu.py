@@ -19,26 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, first_turns
+from peagle.bench.lossless import Judge, common_length
 from peagle.bench.report import DivergenceRow, LosslessSettingRow, read_result, write_result
 from peagle.bench.tables import render_block
 from peagle.config import EngineConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import load_drafter
 from peagle.drafters.eagle3 import Eagle3Drafter
-from peagle.engine.build import resolve_kernels
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
-from peagle.models.layers import use_kernels
 from peagle.models.target import Target, load_target
-from peagle.sampling import SamplingParams, gumbel_noise
+from peagle.sampling import SamplingParams
 
 MAX_MODEL_LEN = 1024
 LOSSLESS_PROMPTS = 50  # of 64: those of `benchmarks.lossless`; the rest share a long beginning
-NOISE_SEQUENCES, NOISE_ROWS = 4, 32
 
 PLAIN = {"graphs": False, "enable_prefix_caching": False, "async_scheduling": False, "max_num_batched_tokens": 32768}
 GRAPHS = {"graphs": True}
@@ -92,11 +87,11 @@ class Lossless:
         self.device = resolve_device(args.device)
         precision = resolve_dtype(dtype, self.device)
         self._target: Target = load_target(args.model, dtype=precision, device=self.device)
+        self.judge = Judge(self._target, self.device)
         model, spec = self._target.model, self._target.spec
         self._drafter: Eagle3Drafter = load_drafter(args.head, model, spec, dtype=precision, device=self.device)
         self._conversations = conversations(args.prompts)
         self._prompt_lengths: list[int] = []  # known once the reference has run
-        self._known: dict[tuple[int, ...], Tensor] = {}  # logits after a prefix: settings often part at the same place
 
     def run(self, setting: Setting) -> list[Run]:
         """The setting's run at each temperature, in one engine."""
@@ -108,20 +103,6 @@ class Lossless:
         if not self._prompt_lengths:
             self._prompt_lengths = [len(output.prompt_token_ids) for output in runs[0].outputs]
         return runs
-
-    def noise(self, outputs: Sequence[RequestOutput]) -> tuple[float, float]:
-        """The largest and the mean distance between two logits of the same token in the same place, computed in other
-        numbers of rows or by another form of the kernels."""
-        spreads: list[Tensor] = []
-        forms = {"torch", resolve_kernels(EngineConfig(), self.device)}
-        for output in outputs[:NOISE_SEQUENCES]:
-            ids = [*output.prompt_token_ids, *output.token_ids]
-            last = min(NOISE_ROWS, len(ids))
-            ways = [self._logits(ids, last, rows, form) for form in forms for rows in (1, 8, len(ids))]
-            stacked = torch.stack(ways)
-            spreads.append((stacked.amax(dim=0) - stacked.amin(dim=0)).flatten())
-        spread = torch.cat(spreads)
-        return float(spread.max()), float(spread.mean())
 
     def compare(
         self, setting: Setting, temperature: float, run: Run, reference: Run, noise: float
@@ -136,7 +117,7 @@ class Lossless:
                 continue
             compared += index + 1
             tokens = [(o.token_ids[index : index + 1] or [-1])[0] for o in (expected, output)]
-            gap = self._gap([*expected.prompt_token_ids, *expected.token_ids[:index]], tokens, temperature, number)
+            gap = self.judge.gap([*expected.prompt_token_ids, *expected.token_ids[:index]], tokens, temperature, number)
             found.append(
                 DivergenceRow(
                     dtype=self._dtype,
@@ -216,53 +197,6 @@ class Lossless:
         rounds = sum(len(o.rounds) for o in outputs)
         return Run(outputs, preempted, cached, emitted / rounds if rounds else 1.0)
 
-    def _gap(self, prefix: list[int], tokens: list[int], temperature: float, seed: int) -> float | None:
-        """How far the worse of two tokens is below the best one, of logits, or of what the noise made of them; None
-        where one answer has ended and there is nothing to weigh."""
-        if min(tokens) < 0:
-            return None
-        if tuple(prefix) not in self._known:
-            self._known[tuple(prefix)] = self._logits(prefix, 1, len(prefix), "torch")[0]
-        score_V = self._known[tuple(prefix)]
-        if temperature > 0:
-            at = torch.tensor([seed, len(prefix)], device=self.device)
-            ids_V = torch.arange(len(score_V), device=self.device)
-            score_V = score_V / temperature + gumbel_noise(at[:1], at[1:], ids_V)[0]
-        return float(score_V.max() - score_V[tokens].min())
-
-    @torch.inference_mode()
-    def _logits(self, ids: list[int], last: int, rows: int, kernels: str) -> Tensor:
-        """Logits [last, V] after the last tokens of a sequence: what is before them in one pass, they `rows` a pass;
-        all in one pass where `rows` is the whole."""
-        model, attend = self._target.model, DenseCache()
-        use_kernels(model, kernels)  # the next engine chooses for itself again
-        ids_R = torch.tensor(ids, device=self.device)
-        positions_R = torch.arange(len(ids), device=self.device)
-        first = len(ids) - last if rows < len(ids) else 0
-        hidden = [model(ids_R[:first], positions_R[:first], attend)[0]] if first else []
-        for at in range(first, len(ids), rows):
-            hidden.append(model(ids_R[at : at + rows], positions_R[at : at + rows], attend)[0])
-        return torch.cat([model.logits(h).float() for h in torch.cat(hidden)[-last:].split(rows)])
-
-
-class DenseCache:
-    """Keys and values of one sequence, and causal attention over them, written as the formula says."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
-        if layer in self._held:
-            k_RMD, v_RMD = (torch.cat(pair) for pair in zip(self._held[layer], (k_RMD, v_RMD)))
-        self._held[layer] = k_RMD, v_RMD
-        rows, keys, group = len(q_RND), len(k_RMD), q_RND.shape[1] // k_RMD.shape[1]
-        k_KND, v_KND = (x.float().repeat_interleave(group, dim=1) for x in (k_RMD, v_RMD))
-        at_K = torch.arange(keys, device=q_RND.device)
-        hidden_RK = at_K[None] > at_K[keys - rows :, None]
-        scores_NRK = torch.einsum("rnd,knd->nrk", q_RND.float(), k_KND) * q_RND.shape[-1] ** -0.5
-        weights_NRK = scores_NRK.masked_fill(hidden_RK, float("-inf")).softmax(dim=-1)
-        return torch.einsum("nrk,knd->rnd", weights_NRK, v_KND).to(q_RND.dtype)
-
 
 def conversations(count: int) -> list[Conversation]:
     """Prompts of `benchmarks.lossless`, and a few that begin with the same examples; in an order of their own."""
@@ -274,12 +208,6 @@ def conversations(count: int) -> list[Conversation]:
     others = first_turns("mt_bench", half) + first_turns("humaneval", count - sharing - half)
     random.Random(0).shuffle(mixed := [*others, *asked])
     return mixed
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two answers begin with alike."""
-    differ = (i for i, pair in enumerate(zip(first, second)) if pair[0] != pair[1])
-    return next(differ, min(len(first), len(second)))
 
 
 def cached_tokens(llm: LLM, token_ids: Sequence[int]) -> int:
@@ -304,7 +232,7 @@ def measure(
     """(a row per setting and temperature, every divergence, the noise) in one precision."""
     bench = Lossless(args, dtype)
     references = bench.run(REFERENCE)
-    noise = bench.noise(references[0].outputs)
+    noise = bench.judge.noise(references[0].outputs)
     print(f"{dtype}: logits of the same rows lie up to {noise[0]:.3g} apart, {noise[1]:.3g} on average", flush=True)
     rows: list[LosslessSettingRow] = []
     divergences: list[DivergenceRow] = []

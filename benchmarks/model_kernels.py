@@ -9,6 +9,9 @@ inputs do, as in a step. Hardware: one GPU; about two minutes on an H200.
 Linear layers with their norm, gate or sum, and the rotation that writes keys and values, run for --linear-rows rows:
 as one launch ("triton"), and as cuBLAS and one Triton kernel for each other operation ("torch").
 
+A mixture of experts runs for --expert-rows rows with routing by chance, router not included; its floor is that of the
+experts that any row chose. On a GPU it has no form in torch: that waits for the host.
+
     python -m benchmarks.model_kernels --out benchmarks/results/model-kernels-h200.json
     python -m benchmarks.model_kernels --device cpu --out FILE      # does the script run: torch forms, tiny sizes
 """
@@ -27,13 +30,15 @@ from torch import Tensor
 from benchmarks.common import RESULTS, command
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
-from peagle.kernels.fused_linear import gated_norm_linear, linear_add, norm_linear
+from peagle.kernels.fused_linear import linear_add, norm_linear
 from peagle.kernels.kv_write import kv_write
+from peagle.kernels.moe import ExpertWeights, moe
 from peagle.kernels.paged_attention import paged_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.rope_write import rope_write
+from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, stream_linear
 from peagle.kernels.swiglu import silu_mul
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies
 
@@ -44,7 +49,7 @@ _MAX_TWIN_BYTES = 8 << 30  # of the keys and values that torch gathers
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's sizes. `normed`: each query and key head has a norm."""
+    """One layer's sizes. `normed`: each query and key head has a norm. `experts`: all, and those a row takes."""
 
     name: str
     hidden: int
@@ -53,15 +58,16 @@ class Shape:
     kv_heads: int
     head_dim: int
     normed: bool
+    experts: tuple[int, int] | None = None
 
 
 SHAPES = {
-    "tiny": Shape("tiny", 64, 96, 4, 2, 16, True),
+    "tiny": Shape("tiny", 64, 96, 4, 2, 16, True, (4, 2)),
     "smollm2": Shape("SmolLM2-135M", 576, 1536, 9, 3, 64, False),
     "qwen2.5-0.5b": Shape("Qwen2.5-0.5B", 896, 4864, 14, 2, 64, False),
     "qwen2.5-1.5b": Shape("Qwen2.5-Coder-1.5B", 1536, 8960, 12, 2, 128, False),
     "qwen3-8b": Shape("Qwen3-8B", 4096, 12288, 32, 8, 128, True),
-    "gpt-oss": Shape("gpt-oss-20b", 2880, 2880, 64, 8, 64, False),
+    "gpt-oss": Shape("gpt-oss-20b", 2880, 2880, 64, 8, 64, False, (32, 4)),
 }
 
 
@@ -100,20 +106,30 @@ Works = Callable[[argparse.Namespace, Shape, int, int, str], Iterator[Work]]
 
 def main() -> None:
     args = _arguments()
-    rows = [
-        row
-        for name in args.shapes
-        for requests in args.requests
-        for row_count in args.rows
-        for backend in args.backends
-        for row in _measure(args, SHAPES[name], requests, row_count, backend, _works)
-    ] + [
-        row
-        for name in args.shapes
-        for row_count in args.linear_rows
-        for backend in args.backends
-        for row in _measure(args, SHAPES[name], 1, row_count, backend, _linear_works)
-    ]
+    rows = (
+        [
+            row
+            for name in args.shapes
+            for requests in args.requests
+            for row_count in args.rows
+            for backend in args.backends
+            for row in _measure(args, SHAPES[name], requests, row_count, backend, _works)
+        ]
+        + [
+            row
+            for name in args.shapes
+            for row_count in args.linear_rows
+            for backend in args.backends
+            for row in _measure(args, SHAPES[name], 1, row_count, backend, _linear_works)
+        ]
+        + [
+            row
+            for name in args.shapes
+            for row_count in args.expert_rows
+            for backend in args.backends
+            for row in _measure(args, SHAPES[name], 1, row_count, backend, _expert_works)
+        ]
+    )
     settings = {
         "command": command(),
         "dtype": args.dtype,
@@ -210,20 +226,49 @@ def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
             return norm_linear(x, norm, 1e-6, weight, backend=backend)
         return F.linear(rms_norm(x, norm, 1e-6), weight)
 
-    def gated(x: Tensor, weight: Tensor) -> Tensor:
-        if fused:
-            return gated_norm_linear(x, norm, 1e-6, weight, backend=backend)
-        return silu_mul(F.linear(rms_norm(x, norm, 1e-6), weight))
-
     def added(x: Tensor, weight: Tensor) -> Tensor:
         return linear_add(x, weight, None, residual, backend=backend)
 
+    def parts_added(x: Tensor, weight: Tensor) -> Tensor:
+        return add_rms_norm(linear_parts(x, weight, backend=backend), residual, norm, 1e-6, backend=backend)[0]
+
     qkv_size = heads_size + 2 * kv_size
     yield linear("norm_linear", shape.hidden, qkv_size, normed, qkv_size)
+    yield linear("stream_linear", shape.hidden, qkv_size, lambda x, w: stream_linear(x, w, backend=backend), qkv_size)
     yield _rotation(shape, random(total, qkv_size), fused)
-    yield linear("linear_add", heads_size, shape.hidden, added, 2 * shape.hidden)
-    yield linear("gated_norm_linear", shape.hidden, 2 * shape.intermediate, gated, shape.intermediate)
-    yield linear("linear_add", shape.intermediate, shape.hidden, added, 2 * shape.hidden)
+    gated = linear(
+        "gated_stream_linear", shape.hidden, 2 * shape.intermediate,
+        lambda x, w: gated_stream_linear(x, w, backend=backend), shape.intermediate,
+    )  # fmt: skip
+    yield gated
+    for inputs in (heads_size, shape.intermediate):
+        yield linear("linear_add", inputs, shape.hidden, added, 2 * shape.hidden)
+        yield linear("linear_parts + add_rms_norm", inputs, shape.hidden, parts_added, 3 * shape.hidden)
+
+
+def _expert_works(args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str) -> Iterator[Work]:
+    """A mixture of experts behind its router."""
+    if shape.experts is None or (backend == "torch" and args.device != "cpu"):
+        return
+    total, (experts, top_k), dtype = requests * rows, shape.experts, getattr(torch, args.dtype)
+
+    def random(*sizes: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(sizes, device=args.device, dtype=dtype).normal_(std=scale)
+
+    hidden, features = shape.hidden, shape.intermediate
+    weights = ExpertWeights(
+        random(experts, hidden, 2 * features, scale=hidden**-0.5), random(experts, 2 * features),
+        random(experts, features, hidden, scale=features**-0.5), random(experts, hidden),
+    )  # fmt: skip
+    x, logits = random(total, hidden), random(total, experts)
+    touched = len(logits.topk(top_k).indices.unique())
+    moved = (touched * 3 * hidden * features + 2 * total * hidden) * dtype.itemsize
+    yield Work(
+        f"moe {experts}x{top_k}, {touched} touched",
+        lambda _: moe(x, logits, weights, top_k=top_k, alpha=1.702, limit=7.0, backend=backend),
+        1,
+        moved,
+    )
 
 
 def _rotation(shape: Shape, qkv_RA: Tensor, fused: bool) -> Work:
@@ -310,6 +355,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", nargs="+", type=int)
     parser.add_argument("--rows", nargs="+", type=int, help="rows of one request: 1, 1 + K, 2 K")
     parser.add_argument("--linear-rows", nargs="+", type=int, help="rows of the linear layers, of all requests")
+    parser.add_argument("--expert-rows", nargs="+", type=int, help="rows of a mixture of experts, of all requests")
     parser.add_argument("--keys", nargs="+", type=int)
     parser.add_argument("--backends", nargs="+", choices=["triton", "torch"])
     parser.add_argument("--splits", type=int, help="programs that share a tile's keys; default: as the engine chooses")
@@ -326,6 +372,7 @@ def _arguments() -> argparse.Namespace:
     args.requests = args.requests or ([2] if cpu else [1, 8, 64])
     args.rows = args.rows or ([3] if cpu else [1, 8, 14])
     args.linear_rows = args.linear_rows or ([3] if cpu else [1, 8, 14, 64])
+    args.expert_rows = args.expert_rows or ([3] if cpu else [1, 8, 32, 64, 256, 512, 4096])
     args.keys = args.keys or ([40] if cpu else [512, 4096])
     args.backends = args.backends or (["torch"] if cpu else ["triton", "torch"])
     return args

@@ -1,7 +1,7 @@
 """What the speed benchmarks of this engine and of vLLM have in common: shapes, drafters, acceptance, the row.
 
 Weights are random. Drafters have the sizes of published heads: P-EAGLE 4 layers over the whole vocabulary, EAGLE-3 one
-layer over 32,000 tokens; layers are as wide as the target's.
+layer over 32,000 tokens; layers are as wide as the target's, but three hidden sizes where that has experts.
 
 Acceptance is drawn by chance with geometric rates: the i-th draft is kept in a share a^i of the steps, a such that the
 mean length comes out as set. "assumed": a plausible length for each method, K and target, not measured; P-EAGLE's
@@ -32,6 +32,14 @@ _QWEN2 = {
     "rope_theta": 1_000_000, "tie_word_embeddings": True, "max_position_embeddings": 32_768, "num_key_value_heads": 2,
     "bos_token_id": 151_643, "eos_token_id": 151_645,
 }  # fmt: skip
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000, "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "num_experts_per_tok": 4, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+}  # fmt: skip
 _EVERY = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
 
 # Hugging Face config.json of each shape.
@@ -57,6 +65,17 @@ SHAPES: Mapping[str, Json] = MappingProxyType(
             "max_position_embeddings": 40_960, "tie_word_embeddings": False, "bos_token_id": 151_643,
             "eos_token_id": 151_645,
         },
+        "gpt-oss-20b": {
+            **_EVERY, **_GPT_OSS, "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+            "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "num_local_experts": 32, "sliding_window": 128, "max_position_embeddings": 131_072,
+            "bos_token_id": 199_998, "eos_token_id": 200_002,
+        },
+        "tiny-gpt-oss": {
+            **_EVERY, **_GPT_OSS, "vocab_size": 320, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 4,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6,
+            "sliding_window": 8, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
+        },
         "tiny": {
             **_EVERY, **_LLAMA, "vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
             "num_attention_heads": 6, "num_key_value_heads": 2, "rope_theta": 10_000, "max_position_embeddings": 2048,
@@ -64,10 +83,10 @@ SHAPES: Mapping[str, Json] = MappingProxyType(
         },
     }
 )  # fmt: skip
-REAL_SHAPES = tuple(name for name in SHAPES if name != "tiny")
+REAL_SHAPES = tuple(name for name in SHAPES if not name.startswith("tiny"))
 
-_P_EAGLE_LENGTHS = MappingProxyType({3: 3.02, 5: 3.50, 7: 3.94})
-_SMALL_P_EAGLE_LENGTHS = MappingProxyType({3: 2.74, 5: 3.12, 7: 3.40})
+_P_EAGLE_LENGTHS = MappingProxyType({1: 1.81, 3: 3.02, 5: 3.50, 7: 3.94})
+_SMALL_P_EAGLE_LENGTHS = MappingProxyType({1: 1.76, 3: 2.74, 5: 3.12, 7: 3.40})
 _EAGLE3_LENGTHS = MappingProxyType({3: 2.65, 5: 2.90, 7: 3.03})
 
 
@@ -103,8 +122,8 @@ class EngineSpeedRow:
     Only steps in which all requests decode are timed; `ms_per_step` is the median of the repeats, a step one round of
     every request. `tokens_per_second` is `acceptance_length` x concurrency / `ms_per_step`: with acceptance by chance
     the length set, with a trained head the length measured. `gpu_busy_ms` is of a profiled step, `gpu_busy_share` that
-    over `ms_per_step`. `floor_ms` is what reading weights, keys and values takes at the bandwidth in the settings. None
-    is what was not profiled or computed.
+    over the time of the steps just before it; `drafting_ms` is what of it is the drafter's. `floor_ms` is what reading
+    weights, keys and values takes at the bandwidth in the settings. None is what was not profiled or computed.
     """
 
     shape: str
@@ -123,6 +142,7 @@ class EngineSpeedRow:
     mean_context: float
     gpu_busy_ms: float | None = None
     gpu_busy_share: float | None = None
+    drafting_ms: float | None = None
     kernels_per_step: float | None = None
     launches_per_step: float | None = None
     graph_launches_per_step: float | None = None
@@ -147,7 +167,7 @@ def drafter_config(spec: ModelSpec, method: str) -> DrafterConfig:
     """The drafter of a method for a target of this shape."""
     return DrafterConfig(
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=spec.intermediate_size if spec.moe is None else 3 * spec.hidden_size,
         num_layers=_LAYERS[method],
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -181,7 +201,7 @@ def plan(shapes: list[str], methods: list[str], num_drafts: list[int], *, equal:
         return [Setup(shape, method, k, acceptance) for method, k in wanted]
 
     groups = [group(shape, (P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3)) for shape in order]
-    groups += [group(shape, (P_EAGLE, 5), (P_EAGLE, 3), (EAGLE3, 5), (EAGLE3, 7)) for shape in order]
+    groups += [group(shape, (P_EAGLE, 5), (P_EAGLE, 3), (EAGLE3, 5), (EAGLE3, 7), (P_EAGLE, 1)) for shape in order]
     if equal:
         groups += [group(shape, (EAGLE3, 3), (EAGLE3, 5), (EAGLE3, 7), acceptance="equal") for shape in order]
     return [setups for setups in groups if setups]

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peagle.bench.help import EVAL_ALIASES, EVAL_FLAGS
+from peagle.bench.settings import EvalConfig
+from peagle.bench.verbs import bench
 from peagle.config import (
     EngineConfig,
     ExtractConfig,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from peagle.engine.engine import LLM
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")
@@ -372,6 +376,30 @@ def profile(
     from peagle.bench.profiling import run_profile
 
     run_profile(model, speculation, config, Console(), out=out, trace=trace)
+
+
+@app.command("eval", epilog=EXAMPLES["eval"])
+@with_flags(EvalConfig, EVAL_FLAGS, EVAL_ALIASES)
+def evaluate(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="Directory of a head, or Hub id.")],
+    model: Model,
+    config: EvalConfig,
+    card: Annotated[
+        Path | None, typer.Option(metavar="F.json", help="Result to compare with (default: HEAD's acceptance.json).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="F.json", help="Result file (default: one named after head and time).")
+    ] = None,
+) -> None:
+    """Measure a head: acceptance per set, category and context, losslessness, accuracy; does its card hold?
+
+    Exit status 1: below the card, or answers that drafts changed beyond rounding.
+    """
+    from rich.console import Console
+
+    from peagle.bench.evaluate import run_eval
+
+    raise typer.Exit(run_eval(head, model, config, Console(stderr=True), out=out, card=card))
 
 
 @app.command(epilog=EXAMPLES["demo"])

@@ -1,12 +1,16 @@
 """Every setting of the project, one frozen dataclass per verb: the only source of defaults."""
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
+from peagle.checks import check_at_least as _check_at_least
+from peagle.checks import check_between as _check_between
+from peagle.checks import check_choice as _check_choice
+from peagle.checks import check_positive as _check_positive
+from peagle.checks import check_share as _check_share
 from peagle.errors import PeagleError
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -207,7 +211,8 @@ class EngineConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
     """The server around an engine. Port 0 is any that is free, `allowed_origins` are the web pages of other hosts that
-    may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut."""
+    may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut.
+    `trust_remote_code` is there for command lines that have it: no code that comes with a model is ever run."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -219,6 +224,9 @@ class ServeConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    page: bool = True
+    log_level: str = "info"
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         _check_between(self, 0, 65535, "port")
@@ -228,6 +236,8 @@ class ServeConfig:
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise PeagleError(f"{name} is empty: give one, or leave it out")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise PeagleError(f"log_level is {self.log_level!r}: it must be debug, info, warning or error")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise PeagleError("ssl_keyfile needs ssl_certfile: give the certificate too")
 
@@ -441,37 +451,3 @@ def _is_draft_count(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_choice(config: object, name: str, *choices: str) -> None:
-    value = getattr(config, name)
-    if value not in choices:
-        raise PeagleError(f"{name} {value!r} is not known: use {', '.join(choices[:-1])} or {choices[-1]}")
-
-
-def _check(config: object, names: tuple[str, ...], holds: Callable[[Any], bool], expected: str) -> None:
-    """None stands for a setting left out. Conditions are such that a NaN fulfils none."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not holds(value):
-            raise PeagleError(f"{name} is {value}: it must be {expected}")
-
-
-def _check_at_least(config: object, least: int, *names: str) -> None:
-    _check(
-        config, names, lambda value: isinstance(value, int) and value >= least, f"a whole number of at least {least}"
-    )
-
-
-def _check_between(config: object, least: int, most: int, *names: str) -> None:
-    _check(config, names, lambda value: least <= value <= most, f"in {least} .. {most}")
-
-
-def _check_positive(config: object, *names: str) -> None:
-    _check(config, names, lambda value: math.isfinite(value) and value > 0, "finite and above 0")
-
-
-def _check_share(config: object, interval: str, *names: str) -> None:
-    """`interval` as in "(0, 1]"."""
-    ends = (0,) * (interval[0] == "[") + (1,) * (interval[-1] == "]")
-    _check(config, names, lambda value: 0 < value < 1 or value in ends, f"in {interval}")

@@ -55,6 +55,28 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle serve org/model --head my-head --num-speculative-tokens auto --max-num-seqs 128 --port 8001",
             "peagle serve org/model --host 0.0.0.0 --api-key secret --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),
+        "bench serve": _examples(
+            "peagle bench serve --dataset-name mt-bench --max-concurrency 1",
+            "peagle bench serve --dataset-name hf --dataset-path philschmid/mt-bench --num-prompts 80 "
+            "--max-concurrency 1 --model $MODEL --base-url $BASE_URL --temperature 0.0 --hf-output-len 2048",
+            "peagle bench serve --dataset-name custom --dataset-path humaneval.jsonl --custom-output-len 2048 "
+            "--request-rate 4 --goodput 'ttft:500 tpot:20' --save-result",
+        ),
+        "bench sweep": _examples(
+            "peagle bench sweep smollm2-135m --out sweep-me.json",
+            "peagle bench sweep org/model --head my-head --eagle3-head other-head --datasets mt-bench,mine.jsonl "
+            "--k 3,5,7 --concurrency 1,8,64 --prompts-per-client 4 --out sweep-me.json",
+            "peagle bench sweep org/model --head my-head --methods p-eagle,none --seconds 600 --out s.json --resume",
+        ),
+        "eval": _examples(
+            "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --limit 10 --max-num-seqs 16",
+            "peagle eval my-head org/model --sets mt_bench,mine.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
+            "peagle eval my-head org/model --sets none --accuracy humaneval,gsm8k --run-code --k 5",
+        ),
+        "bench compare": _examples(
+            "peagle bench compare before.json after.json",
+            "peagle bench compare before.json after.json --fail-on-regression 3",
+        ),
         "demo": _examples("peagle demo", "peagle demo --max-tokens 64"),
     }
 )
@@ -94,6 +116,9 @@ SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ssl_certfile": "Certificate for HTTPS.",
             "ssl_keyfile": "Key of that certificate, if it is in a file of its own.",
             "allowed_origins": "Origins of web pages that may use the server, * for all (default: none).",
+            "page": "Serve a page to chat with at /.",
+            "log_level": "debug, info (a line per request, and one of throughput), warning or error.",
+            "trust_remote_code": "Accepted and said to be without effect: no code that comes with a model is ever run.",
         },
     }
 )

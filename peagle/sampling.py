@@ -24,8 +24,10 @@ GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
 MAX_DIGITS = 18  # of a token id written as text
-_WHOLE = ("max_tokens", "top_k", "seed")
+_WHOLE = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+_SWITCHES = ("ignore_eos", "show_drafts", "drafts")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # A token as likely as the likeliest weighs this much in a nucleus. Weights are integers so that their sum, and with it
 # the nucleus, is the same in every order of adding; 2^18 tokens still fit in 63 bits with room to spare.
@@ -40,6 +42,12 @@ class SamplingParams:
     is cut from the text; a temperature below 1e-5 is greedy. Logits get `logit_bias` first (token id -> what to add),
     then `repetition_penalty` (tokens of prompt and output; 1.0 is off), then `frequency_penalty` times a token's count
     and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them.
+
+    What the output tells besides tokens, none of which changes one: with `logprobs` n, the log-probability of every
+    output token and of the n likeliest there, 0 to 20, as the target gives them before all of the above;
+    `prompt_logprobs` the same for the prompt's tokens but the first, which then takes nothing from the prefix cache;
+    `show_drafts` what was drafted in every round. Without `drafts`, which change no token either, a request decodes
+    plainly while it has the engine to itself, so that it can be timed; a batch drafts for all or for none.
     """
 
     max_tokens: int = 256
@@ -55,6 +63,10 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    show_drafts: bool = False
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         self._settle_lists()
@@ -81,6 +93,10 @@ class SamplingParams:
             limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
             raise PeagleError(f"repetition_penalty is {self.repetition_penalty}: it must be {limits}; 1 turns it off")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise PeagleError(f"{name} is {_shown(count)}: it must be 0 to {MAX_LOGPROBS}; None turns it off")
 
     def _settle_lists(self) -> None:
         """Whatever holds stop strings and token ids becomes a tuple."""
@@ -103,7 +119,7 @@ class SamplingParams:
         """Numbers of numpy and the like become Python's own, so that all that follows can rely on them."""
         for name in _WHOLE:
             value = getattr(self, name)
-            if name == "seed" and value is None:
+            if value is None and name not in ("max_tokens", "top_k"):
                 continue
             if not _is_whole(value):
                 raise PeagleError(f"{name} is {_shown(value)}: it must be a whole number")
@@ -113,9 +129,11 @@ class SamplingParams:
             if not _is_number(value):
                 raise PeagleError(f"{name} is {_shown(value)}: it must be a number")
             object.__setattr__(self, name, _float(value))
-        if not isinstance(self.ignore_eos, bool | np.bool_):
-            raise PeagleError(f"ignore_eos is {_shown(self.ignore_eos)}: it must be true or false")
-        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool | np.bool_):
+                raise PeagleError(f"{name} is {_shown(value)}: it must be true or false")
+            object.__setattr__(self, name, bool(value))
 
     @property
     def filtered(self) -> bool:

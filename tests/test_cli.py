@@ -14,6 +14,8 @@ import torch
 
 from peagle import __version__
 from peagle.bench.report import read_result
+from peagle.bench.settings import BenchServeConfig, EvalConfig
+from peagle.bench.sweep_settings import SweepConfig
 from peagle.cli import app
 from peagle.config import EngineConfig, PrepareConfig, ProfileConfig, SelfPromptConfig, ServeConfig, TrainConfig
 from peagle.drafters.checkpoint import save_drafter
@@ -23,7 +25,9 @@ from peagle.exits import explain, run
 from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
-VERBS = ("generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "demo")
+VERBS = (
+    "generate", "chat", "self-prompts", "prepare", "train", "inspect", "export", "profile", "serve", "eval", "demo",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
@@ -94,9 +98,9 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench sweep", "bench compare"])
 def test_help_shows_examples(verb):
-    done = peagle(verb, "--help", COLUMNS="200")
+    done = peagle(*verb.split(), "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "Examples" in done.stdout
     assert f"peagle {verb}" in done.stdout.split("Examples")[1]
@@ -116,10 +120,13 @@ def test_help_without_a_verb():
         ("train", TrainConfig),
         ("profile", ProfileConfig),
         ("serve", ServeConfig),
+        ("bench serve", BenchServeConfig),
+        ("bench sweep", SweepConfig),
+        ("eval", EvalConfig),
     ],
 )
 def test_every_setting_has_a_flag(verb, config):
-    text = peagle(verb, "--help", COLUMNS="200").stdout
+    text = peagle(*verb.split(), "--help", COLUMNS="200").stdout
     for field in fields(config):
         assert "--" + field.name.replace("_", "-") in text
 

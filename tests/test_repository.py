@@ -62,6 +62,22 @@ def test_readme_tables_are_up_to_date():
     assert len(readme_tables.BLOCK.findall(text)) >= 4
 
 
+def test_measured_figures_stand_in_filled_tables_only():
+    for path in (ROOT / "README.md", ROOT / "docs" / "results.md", *ROOT.glob("heads/*/README.md")):
+        by_hand = readme_tables.BLOCK.sub("", path.read_text(encoding="utf-8"))
+        rows = [line for line in by_hand.splitlines() if line.startswith("|") and re.search(r"\d\.\d", line)]
+        assert rows == [], f"{path}: put the table between results marks"
+
+
+def test_a_stale_page_fails_the_check(tmp_path, monkeypatch, capsys):
+    (tmp_path / "README.md").write_text("<!-- results:acceptance-a -->\nold\n<!-- /results -->\n")
+    monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
+    assert readme_tables.main(["--check"]) == 1
+    assert "README.md" in capsys.readouterr().out
+    assert readme_tables.main([]) == 0
+    assert readme_tables.main(["--check"]) == 0
+
+
 def test_readme_tables_notice_a_new_result(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     name = "acceptance-smollm2-135m"
@@ -85,6 +101,12 @@ def test_readme_tables_notice_a_new_result(tmp_path):
     assert readme_tables.fill(filled, tmp_path) == filled
 
 
+def test_the_card_beside_a_head_is_a_committed_result():
+    results = {p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks" / "results").glob("*.json")}
+    for card in ROOT.glob("heads/*/acceptance.json"):
+        assert card.read_text(encoding="utf-8") in results, f"{card}: copy a file of benchmarks/results"
+
+
 def test_every_result_is_readable():
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert read_result(path)["name"] == path.stem
@@ -104,6 +126,9 @@ def test_commands_in_documents_parse(line, monkeypatch):
     monkeypatch.chdir(ROOT)  # where the files that commands name are
     verb, *arguments = shlex.split(line)[1:]
     command = typer.main.get_command(app).commands[verb]
+    while hasattr(command, "commands"):  # a group of verbs
+        verb, *arguments = arguments
+        command = command.commands[verb]
     assert command.make_context(verb, arguments).params
 
 

@@ -1,26 +1,46 @@
 """Measure a head with the engine that serves it: acceptance length, per position, with and without looping text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.report import AcceptanceRow
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
+from peagle.models.tokenizer import render_chat
 from peagle.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 LOOP_NGRAM = 12  # tokens; a token that ends a repeated n-gram of this length is looping text
+
+Suites = Mapping[str, Sequence[list[dict[str, str]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRounds:
+    """The verification rounds of one request: at which length of prompt and answer each began, what it accepted, and
+    whether it began in looping text."""
+
+    contexts: tuple[int, ...]
+    accepted: tuple[int, ...]
+    looping: tuple[bool, ...]
 
 
 @dataclass(slots=True)
 class SuiteAcceptance:
-    """Acceptance over one prompt set. `fresh` leaves out the rounds that began in looping text."""
+    """Acceptance over one prompt set. `fresh` leaves out the rounds that began in looping text; `requests` are in the
+    order of the set."""
 
     prompts: int = 0
     tokens: int = 0
     looping_tokens: int = 0
     every: AcceptanceStats = field(default_factory=AcceptanceStats)
     fresh: AcceptanceStats = field(default_factory=AcceptanceStats)
+    requests: list[RequestRounds] = field(default_factory=list)
 
     def add(self, output: RequestOutput, num_drafts: int) -> None:
         """Count one finished request."""
@@ -32,6 +52,13 @@ class SuiteAcceptance:
         for first_index, accepted in output.rounds:
             if not looping[first_index]:
                 self.fresh.record(accepted, num_drafts)
+        self.requests.append(
+            RequestRounds(
+                contexts=tuple(len(output.prompt_token_ids) + index for index, _ in output.rounds),
+                accepted=tuple(accepted for _, accepted in output.rounds),
+                looping=tuple(looping[index] for index, _ in output.rounds),
+            )
+        )
 
     def row(self, suite: str, num_drafts: int, temperature: float, head: str | None = None) -> AcceptanceRow:
         """The suite as one row of a result file; `head` names the head where a file holds several."""
@@ -62,16 +89,65 @@ def looping_tokens(token_ids: Sequence[int]) -> list[bool]:
     return flags
 
 
-def measure_acceptance(
-    llm: LLM, suites: Mapping[str, Sequence[list[dict[str, str]]]], *, max_tokens: int, temperature: float
-) -> dict[str, SuiteAcceptance]:
-    """Answer the conversations of all suites as one batch with drafts on, and count per suite what was accepted.
+def prompt_of(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]) -> str:
+    """A conversation in the target's chat template; as plain text where the target has none."""
+    if not tokenizer.chat_template:
+        return "\n\n".join(message["content"] for message in messages)
+    return render_chat(tokenizer, messages, add_generation_prompt=True)
 
-    The seed of a conversation is its place in its suite, whatever other suites there are.
+
+class SuiteAnswers:
+    """Answers to the conversations of all suites, made as one batch. When that is cut short, by Ctrl-C for example, the
+    suites that were finished by then are still here.
+
+    The seed of a conversation is `seed` plus its place in its suite, whatever other suites there are.
     """
-    places = [(name, seed) for name, conversations in suites.items() for seed in range(len(conversations))]
-    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed) for _, seed in places]
-    results = {name: SuiteAcceptance() for name in suites}
-    for (name, _), output in zip(places, llm.chat([c for cs in suites.values() for c in cs], params), strict=True):
-        results[name].add(output, llm.num_speculative_tokens)
-    return results
+
+    def __init__(self, suites: Suites) -> None:
+        self._suites = suites
+        self._places = [(name, place) for name, asked in suites.items() for place in range(len(asked))]
+        self._outputs: dict[tuple[str, int], RequestOutput] = {}
+
+    def run(
+        self,
+        llm: LLM,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int = 0,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """Answer everything; drafts as the engine has them."""
+
+        def keep(index: int, output: RequestOutput) -> None:
+            self._outputs[self._places[index]] = output
+            if on_finish is not None:
+                on_finish(output)
+
+        prompts = [prompt_of(llm.tokenizer, messages) for messages in chain.from_iterable(self._suites.values())]
+        params = [
+            SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + place)
+            for _, place in self._places
+        ]
+        llm.generate(prompts, params, on_finish=keep)
+
+    def finished(self) -> dict[str, list[RequestOutput]]:
+        """The answers of every suite that has all of them: those of a part would be its short ones."""
+        places = {name: [(name, place) for place in range(len(asked))] for name, asked in self._suites.items()}
+        whole = {name: keys for name, keys in places.items() if all(key in self._outputs for key in keys)}
+        return {name: [self._outputs[key] for key in keys] for name, keys in whole.items()}
+
+    def acceptance(self, num_drafts: int) -> dict[str, SuiteAcceptance]:
+        """What was accepted in every suite that is finished."""
+        results = {name: SuiteAcceptance() for name in self.finished()}
+        for name, outputs in self.finished().items():
+            for output in outputs:
+                results[name].add(output, num_drafts)
+        return results
+
+
+def measure_acceptance(llm: LLM, suites: Suites, *, max_tokens: int, temperature: float) -> dict[str, SuiteAcceptance]:
+    """Answer the conversations of all suites as one batch with drafts on, and count per suite what was accepted."""
+    answers = SuiteAnswers(suites)
+    answers.run(llm, max_tokens=max_tokens, temperature=temperature)
+    return answers.acceptance(llm.num_speculative_tokens)

@@ -18,7 +18,7 @@ class PromptRow:
     """One row of a prompts file, its three spellings made one.
 
     `messages` ends with the user message to answer (an answer that the file has after it is left out); `later_turns`
-    are the user's turns that follow that answer.
+    are the user's turns that follow that answer. `output_tokens` is the length that the row gives its answer.
     """
 
     id: str
@@ -27,6 +27,7 @@ class PromptRow:
     source: str = ""
     license: str = ""
     category: str = ""
+    output_tokens: int | None = None
 
     @classmethod
     def of_user(cls, text: str) -> Self:
@@ -62,7 +63,11 @@ def read_prompts(path: Path | str) -> list[PromptRow]:
 
 
 def _parse_line(text: str, where: str, default_id: str) -> PromptRow:
-    row = _parse_object(text, where)
+    return parse_row(parse_object(text, where), where, default_id)
+
+
+def parse_row(row: Mapping[str, Any], where: str, default_id: str) -> PromptRow:
+    """A row of a prompts file; `where` is what errors call it. Raises PeagleError."""
     spelled = [key for key in ("prompt", "turns", "messages") if key in row]
     if len(spelled) != 1:
         raise PeagleError(f"{where}: has {spelled or 'none'} of 'prompt', 'turns' and 'messages', expected exactly one")
@@ -71,10 +76,14 @@ def _parse_line(text: str, where: str, default_id: str) -> PromptRow:
     row_id = default_id if row.get("id") is None else str(row["id"])
     for part in (row_id, *label.values(), *(message["content"] for message in messages), *later):
         check_unicode(part, f"{where}: a text")
-    return PromptRow(id=row_id, messages=messages, later_turns=later, **label)
+    length = row.get("output_tokens")
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        raise PeagleError(f"{where}: 'output_tokens' is {length!r}: give a whole number of at least 1, or leave it out")
+    return PromptRow(id=row_id, messages=messages, later_turns=later, output_tokens=length, **label)
 
 
-def _parse_object(text: str, where: str) -> dict[str, Any]:
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """One JSON object; `where` is what errors call it. Raises PeagleError."""
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:

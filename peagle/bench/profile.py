@@ -80,7 +80,8 @@ class Share:
 class Profile:
     """Some decoding steps. Times are sums over them; `busy_us` counts overlapping kernels once.
 
-    `host_us` is the time inside steps less what the host spent waiting for the GPU.
+    `host_us` is the time inside steps less what the host spent waiting for the GPU; `drafting_us` that from the layout
+    of the drafter's rows to the end of a step, 0 where these kernels are not seen.
     """
 
     on_gpu: bool
@@ -88,6 +89,7 @@ class Profile:
     span_us: float
     busy_us: float
     host_us: float
+    drafting_us: float
     kernels: int
     copies: int
     launches: int
@@ -131,6 +133,7 @@ def summarise(events: Sequence[Event], steps: int | None = None) -> Profile:
         span_us=max(event.end_us for event in around) - min(event.start_us for event in around),
         busy_us=busy_time(work) if device else sum(event.duration_us for event in work),
         host_us=max(in_steps - sum(event.duration_us for event in by_kind["wait"]), 0.0),
+        drafting_us=_drafting_time(by_kind["kernel"]),
         kernels=len(by_kind["kernel"]),
         copies=len(by_kind["copy"]),
         launches=len(by_kind["launch"]),
@@ -148,6 +151,17 @@ def busy_time(events: Iterable[Event]) -> float:
             busy += event.end_us - max(event.start_us, end)
             end = event.end_us
     return busy
+
+
+def _drafting_time(kernels: Iterable[Event]) -> float:
+    """From the first to the last kernel of each step's drafting (`kernels.draft_layout`, `kernels.commit`)."""
+    total, begin = 0.0, None
+    for event in sorted(kernels, key=lambda event: event.start_us):
+        if "_lay_out_request" in event.name:
+            begin = event.start_us
+        elif "_commit_request" in event.name and begin is not None:
+            total, begin = total + event.end_us - begin, None
+    return total
 
 
 def group_of(name: str, kind: Kind = "kernel") -> str:

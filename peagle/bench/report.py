@@ -8,6 +8,7 @@ README shows is rendered from such a file (`peagle.bench.tables`).
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,9 @@ import peagle
 from peagle.errors import PeagleError
 
 Json = Mapping[str, Any]
+
+# A list of numbers over several lines; JSON has no line break inside a text, so this is never part of one.
+_NUMBERS = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +187,7 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json) -> 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     document = {"name": name, "created": created, **provenance(), "settings": settings, "results": results}
     text = json.dumps(document, indent=2, ensure_ascii=False, default=_as_json) + "\n"
+    text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,6 +196,21 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json) -> 
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
+        raise PeagleError(
+            f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"
+        ) from None
+
+
+def check_result_path(path: Path) -> None:
+    """Raise PeagleError where a result could not be written, before it takes hours to have one."""
+    probe = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise PeagleError(f"the result {path} is a folder: give the name of a file in it")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
         raise PeagleError(
             f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"
         ) from None

@@ -2,7 +2,8 @@
 
 A pass reads each of its matrices once, and the keys and values of every request once. Embedding rows, norms and
 activations are left out: they are thousandths. EAGLE-3 passes once per draft over its layers and head; a head small
-enough to stay in the GPU's cache from pass to pass can beat the figure.
+enough to stay in the GPU's cache from pass to pass can beat the figure. Of a mixture of experts those are read
+that any row chooses: as many as if rows chose by chance, independently of each other.
 """
 
 import time
@@ -47,20 +48,29 @@ def step_cost(
 ) -> StepCost:
     """The cost of one step of `requests` requests that each have `context` tokens; without drafter a plain one."""
     rows = requests * (num_drafts + 1 if drafter else 1)
-    target = _layers(spec) + spec.vocab_size * spec.hidden_size
-    kv = _kv_per_token(spec)
-    flops = 2.0 * rows * target
+    table = spec.vocab_size * spec.hidden_size
+    target = _layers(spec, touched_experts(spec, rows)) + table
+    kv = sum(_visible(spec, context)) * _kv_per_token(spec) / spec.num_layers
+    flops = 2.0 * rows * (_layers(spec, spec.moe.experts_per_token if spec.moe else 1) + table)
     weights = 0
     if drafter is not None:
         passes = 1 if drafter.parallel else num_drafts
         fc = drafter.feature_size * drafter.hidden_size
         layers, head = _layers(drafter, fused=True), drafter.draft_vocab_size * drafter.hidden_size
         weights = fc + passes * (layers + head)
-        kv += passes * _kv_per_token(drafter)
+        kv += passes * _kv_per_token(drafter) * context
         kept = requests * acceptance_length  # rows of tokens that stand; K-1 mask rows or later passes come on top
         flops += 2.0 * (kept * fc + (kept + requests * (num_drafts - 1)) * layers + requests * num_drafts * head)
     size = dtype.itemsize
-    return StepCost(target * size, weights * size, int(kv * requests * context) * size, flops)
+    return StepCost(target * size, weights * size, int(kv * requests) * size, flops)
+
+
+def touched_experts(spec: ModelSpec, rows: int) -> float:
+    """How many feed-forward parts of a layer `rows` rows read, on average; 1 without experts."""
+    if spec.moe is None:
+        return 1
+    share = spec.moe.experts_per_token / spec.moe.num_experts
+    return spec.moe.num_experts * (1 - (1 - share) ** rows)
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -89,12 +99,19 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _layers(sizes: LayerSizes, *, fused: bool = False) -> int:
-    """Parameters of all layers; of a drafter the first reads embedding and feature side by side."""
+def _layers(sizes: LayerSizes, feed_forwards: float = 1, *, fused: bool = False) -> int:
+    """Parameters of all layers, with so many feed-forward parts each; of a drafter the first reads embedding and
+    feature side by side."""
     width = sizes.num_heads * sizes.head_dim
     projected = width + 2 * sizes.num_kv_heads * sizes.head_dim
-    one = sizes.hidden_size * (projected + width + 3 * sizes.intermediate_size)
-    return sizes.num_layers * one + (sizes.hidden_size * projected if fused else 0)
+    one = sizes.hidden_size * (projected + width + feed_forwards * 3 * sizes.intermediate_size)
+    return int(sizes.num_layers * one) + (sizes.hidden_size * projected if fused else 0)
+
+
+def _visible(spec: ModelSpec, context: float) -> list[float]:
+    """Tokens that each layer's last row sees."""
+    windows = spec.windows or (None,) * spec.num_layers
+    return [context if window is None else min(window, context) for window in windows]
 
 
 def _kv_per_token(sizes: LayerSizes) -> int:

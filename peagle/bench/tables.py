@@ -4,25 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from peagle.bench import eval_tables
+from peagle.bench.markdown import markdown_table
+from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.errors import PeagleError
 
 Json = Mapping[str, Any]
+
+_EVALUATIONS = ("eval-", "accuracy-")  # several tables each
 
 
 def render_block(name: str, result: Json | None) -> str:
     """Markdown for one result: its table and a line that says where it was measured. None: not measured yet."""
     if result is None:
         return f"*Not measured yet: `benchmarks/results/{name}.json` will fill this table.*"
+    if name.startswith(_EVALUATIONS):
+        return f"{eval_tables.markdown(result['results'])}\n\n{_measured_on(name, result)}"
     for prefix, render in _TABLES.items():
         if name.startswith(prefix):
             return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
-    raise PeagleError(f"no table is known for the result {name!r}: names start with {', '.join(_TABLES)}")
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is right-aligned."""
-    ruler = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
+    raise PeagleError(
+        f"no table is known for the result {name!r}: names start with {', '.join((*_EVALUATIONS, *_TABLES))}"
+    )
 
 
 def _acceptance(rows: Sequence[Json]) -> str:
@@ -279,6 +282,71 @@ def _profile(rows: Sequence[Json]) -> str:
     )
 
 
+def _client_overhead(rows: Sequence[Json]) -> str:
+    header = ("client", "tokens", "chunks/s", "TPOT added", "E2E added", "TTFT added", "client's CPU")
+    return markdown_table(
+        header,
+        [
+            (
+                row["client"],
+                f"{row['tokens_per_chunk']} every {row['tokens_per_chunk'] * row['interval_ms']:g} ms",
+                f"{row['chunks_per_second']:,.0f}",
+                f"{100 * row['tpot_added']:+.2f} %",
+                f"{100 * row['e2e_added']:+.2f} %",
+                f"{row['ttft_added_ms']:+.1f} ms",
+                "" if row["client_cpu_share"] is None else f"{row['client_cpu_share']:.2f} cores",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _serve(rows: Sequence[Json]) -> str:
+    """Loads put on servers, a line each."""
+    header = (
+        "model",
+        "prompts",
+        "at once",
+        "tok/s",
+        "TTFT ms",
+        "TPOT ms",
+        "p99",
+        "E2E ms",
+        "AL",
+        "completed",
+        "failed",
+    )
+    return markdown_table(
+        header,
+        [
+            (
+                row["model"],
+                row["dataset"] + (" (partial)" if row["partial"] else ""),
+                str(row["peak_concurrency"]),
+                f"**{row['output_throughput']:,.1f}**",
+                _latency(row, "ttft", "p50"),
+                _latency(row, "tpot", "p50"),
+                _latency(row, "tpot", "p99"),
+                _latency(row, "e2el", "p50"),
+                _served_length(row["acceptance"]),
+                str(row["completed"]),
+                str(row["failed"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _latency(row: Json, name: str, figure: str) -> str:
+    spread = row["latency_ms"][name]
+    return "–" if spread is None else f"{spread[figure]:,.1f}"
+
+
+def _served_length(acceptance: Json | None) -> str:
+    length = None if acceptance is None else acceptance["acceptance_length"]
+    return "–" if length is None else f"{length:.2f}"
+
+
 def _soak(rows: Sequence[Json]) -> str:
     header = (
         "clients at once", "minutes", "requests answered", "tokens", "left", "rubbish", "different", "lost or doubled",
@@ -319,8 +387,12 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "engine-speed-": _engine_speed,
         "peer-vllm-": _engine_speed,  # before any shorter beginning
         "profile-": _profile,
+        "serve-": _serve,
+        "client-overhead": _client_overhead,
         "peer-": _peer,
         "soak-": _soak,
+        "sweep-": sweep_tables,
+        "announcement-": announcement_tables,
     }
 )
 
@@ -328,9 +400,10 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
 def _measured_on(name: str, result: Json) -> str:
     machine, versions = result["machine"], result["versions"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    partial = "**partial**: it ended before all was measured; " if result["settings"].get("partial") else ""
+    versions_of = f"torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'})"
     line = (
-        f"<sub>{where}; torch {versions['torch']}, peagle {versions['peagle']} ({versions['commit'] or 'no commit'}); "
-        f"{result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
-    )
+        f"<sub>{partial}{where}; {versions_of}; {result['created'][:10]}; [JSON](benchmarks/results/{name}.json)"
+    )  # fmt: skip
     command = result["settings"].get("command")
     return line + (f"; `{command}`</sub>" if command else "</sub>")

@@ -21,6 +21,7 @@ from peagle.models.layers import (
     Rope,
     RopeSpec,
     SwiGLU,
+    project,
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Hugging Face's names of a layer's attention
@@ -127,12 +128,12 @@ class FusionLayer(nn.Module):
         if self.mlp.fuses(residual_RH) and self.self_attn.fuses():
             x_RH = self.self_attn.add(fused, None, residual_RH, cos_R1D, sin_R1D, attend, rows_U)
             return self.mlp.add(x_RH, self.post_attention_layernorm)
-        return self._finish(residual_RH, self.self_attn(fused, cos_R1D, sin_R1D, attend, rows_U))
+        return self._finish(residual_RH, self.self_attn.parts(fused, cos_R1D, sin_R1D, attend, rows_U))
 
     def project(self, embeds_RH: Tensor, features_RH: Tensor) -> tuple[Tensor, Tensor]:
         """All that does not depend on where a row stands: its residual stream [R, H] and its merged projections."""
         residual_RH, fused = self._fuse(embeds_RH, features_RH)
-        return residual_RH, self.self_attn.qkv_proj(fused)
+        return residual_RH, project(self.self_attn.qkv_proj, fused, self.self_attn.kernels)
 
     def of_projected(
         self,
@@ -150,7 +151,7 @@ class FusionLayer(nn.Module):
         if self.mlp.fuses(residual_RH) and self.self_attn.fuses():
             x_RH = self.self_attn.add_projected(qkv_RA, residual_RH, cos_R1D, sin_R1D, attend, rows_U)
             return self.mlp.add(x_RH, self.post_attention_layernorm)
-        return self._finish(residual_RH, self.self_attn.of_projected(qkv_RA, cos_R1D, sin_R1D, attend, rows_U))
+        return self._finish(residual_RH, self.self_attn.parts_of_projected(qkv_RA, cos_R1D, sin_R1D, attend, rows_U))
 
     def _fuse(self, embeds_RH: Tensor, features_RH: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream, and what the projections read."""
@@ -158,8 +159,8 @@ class FusionLayer(nn.Module):
         residual_RH = normed_RH if self.norm_before_residual else features_RH
         return residual_RH, torch.cat((self.input_layernorm(embeds_RH), normed_RH), dim=-1)
 
-    def _finish(self, residual_RH: Tensor, attended_RH: Tensor) -> Tensor:
-        x_RH, normed_RH = self.post_attention_layernorm.add(residual_RH, attended_RH)
+    def _finish(self, residual_RH: Tensor, attended: Tensor) -> Tensor:
+        x_RH, normed_RH = self.post_attention_layernorm.add(residual_RH, attended)
         return x_RH + self.mlp(normed_RH)
 
 
@@ -167,6 +168,7 @@ class Eagle3Drafter(nn.Module):
     """fc over taps, one fusion layer, N-1 plain layers, own norm and head."""
 
     d2t: Tensor
+    kernels: str = "torch"
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -191,7 +193,7 @@ class Eagle3Drafter(nn.Module):
 
     def combine(self, taps_RC: Tensor) -> Tensor:
         """Project concatenated taps [R, C] to features [R, H]: the input norm, if the head has one, then fc."""
-        return self.fc(taps_RC if self.input_norm is None else self.input_norm(taps_RC))
+        return project(self.fc, taps_RC if self.input_norm is None else self.input_norm(taps_RC), self.kernels)
 
     def stream(
         self,
@@ -248,7 +250,7 @@ class Eagle3Drafter(nn.Module):
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [R, draft_vocab_size]."""
-        return self.lm_head(hidden_RH)
+        return project(self.lm_head, hidden_RH, self.kernels)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Map draft-vocabulary ids to target ids."""

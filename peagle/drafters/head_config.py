@@ -6,11 +6,12 @@ written under each of their names. Reading follows vLLM's lookup order and refus
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from peagle.drafters.eagle3 import FULL, SLIDING, DrafterConfig
 from peagle.errors import PeagleError
-from peagle.models.layers import RopeSpec
+from peagle.models.layers import RopeSpec, YarnScaling
 from peagle.models.spec import MAX_SIZE, rope_from_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -224,14 +225,8 @@ def _rope_to_dict(rope: RopeSpec) -> dict[str, Any]:
     """RoPE in the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`)."""
     scaling: dict[str, Any] | None = None
     if rope.scaling is not None:
-        s = rope.scaling
-        scaling = {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_position_embeddings,
-        }
+        kind = "yarn" if isinstance(rope.scaling, YarnScaling) else "llama3"
+        scaling = {"rope_type": kind, **asdict(rope.scaling)}
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
     return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
 

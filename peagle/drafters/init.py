@@ -24,7 +24,7 @@ from peagle.drafters.p_eagle import PEagleDrafter, drafter_for
 from peagle.drafters.vocab import offsets, target_ids
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
-from peagle.models.layers import Attention, DecoderLayer, SwiGLU
+from peagle.models.layers import Attention, DecoderLayer, FeedForward, SwiGLU
 from peagle.models.spec import ModelSpec
 
 EMBEDDING_HALF_SCALE = 0.5  # of the default initialisation: the target's own layers never read the embedding
@@ -167,8 +167,10 @@ def _copy_attention(own: Attention, source: Attention, weight: Tensor) -> None:
     own.o_proj.weight.copy_(source.o_proj.weight)
 
 
-def _copy_mlp(mlp: SwiGLU, source: SwiGLU) -> None:
+def _copy_mlp(mlp: FeedForward, source: FeedForward) -> None:
     """Copy the feed-forward layer, or the channels with the largest |up| * |down| when `mlp` is narrower."""
+    if not isinstance(mlp, SwiGLU) or not isinstance(source, SwiGLU):
+        raise PeagleError("layers of a mixture of experts cannot become a head's: use default initialisation")
     gate_FH, up_FH = source.gate_up_proj.weight.split(source.gate_up_proj.splits)
     down_HF = source.down_proj.weight
     strength_F = up_FH.float().norm(dim=1) * down_HF.float().norm(dim=0)

@@ -5,7 +5,7 @@ Suffixes: B requests, T target rows, K drafts, N blocks of a table.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,13 @@ class HostShape:
         return HostShape(np.full_like(self.rows_B, rows), self.most_keys_B, self.tables_BN)
 
 
+class Scored(NamedTuple):
+    """Rows of prompts after which the next prompt token's log-probability is asked for, and these tokens."""
+
+    rows_S: Tensor
+    tokens_S: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Target rows of B requests, flat in request order."""
@@ -51,6 +58,7 @@ class Rows:
     next_prompt_B: Tensor | None  # the prompt token after a chunk, -1 where it is sampled; None when verifying
     rows_per_request: int | None  # None: ragged
     host: HostShape | None  # None: plans must do without, as in a CUDA graph
+    scored: Scored | None = None
 
     @property
     def batch(self) -> int:
@@ -119,4 +127,14 @@ class Rows:
             next_prompt_B=next_prompt,
             rows_per_request=None,
             host=HostShape(rows_B, first_B + rows_B, state.host_tables[slot_B]),
+            scored=_scored(chunks, start_B1, state.tables.device),
         )
+
+
+def _scored(chunks: Sequence[Chunk], start_B1: np.ndarray, device: torch.device) -> Scored | None:
+    counts = [c.request.num_scored(c.first, c.num_rows) for c in chunks]
+    if not any(counts):
+        return None
+    rows = np.concatenate([start + np.arange(count) for start, count in zip(start_B1, counts, strict=False)])
+    tokens = [i for c, count in zip(chunks, counts, strict=True) for i in c.request.prompt_ids[c.first + 1 :][:count]]
+    return Scored(*to_device((rows, np.array(tokens)), device))

@@ -64,7 +64,7 @@ def build_core(
     state = SlotState(config.max_num_seqs, most_drafts, -(-max_model_len // config.block_size), device)
     step = SpeculativeStep(
         target.model,
-        _cache(spec, num_slots, weight, kernels),
+        _cache(spec, num_slots, weight, kernels, spec.windows, target.model.sinks),
         _draft_side(drafter, num_slots, weight, kernels, most_drafts, savings),
         state,
         block_size=config.block_size,
@@ -119,6 +119,7 @@ def _cache(
     weight: torch.Tensor,
     kernels: str,
     windows: Sequence[int | None] | None = None,
+    sinks: Sequence[torch.Tensor | None] | None = None,
 ) -> PagedCache:
     return PagedCache(
         sizes.num_layers,
@@ -128,6 +129,7 @@ def _cache(
         dtype=weight.dtype,
         device=weight.device,
         windows=windows,
+        sinks=sinks,
         kernels=kernels,
     )
 

@@ -16,22 +16,26 @@ from torch import Tensor
 
 from peagle.engine.batch import HostShape, Rows
 from peagle.engine.graphs import DecodeGraphs, bucket_sizes
+from peagle.engine.outputs import StepOutput
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import FixedK, KPolicy
 from peagle.engine.step import SpeculativeStep
 from peagle.errors import PeagleError
+from peagle.kernels.logprobs import RowLogprobs
+from peagle.kernels.synthetic_acceptance import SyntheticLengths
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A pass whose tokens the host has not read: [B, V + 1], in pinned memory once `done`."""
+    """A pass whose output the host has not read: in pinned memory once `done`."""
 
     step: int
     lines: list[tuple[int, Request]]  # which line belongs to whom
     num_drafts: int | None  # None: prompts
-    tokens: Tensor
+    scored: list[tuple[Request, int, int]]  # whose prompt rows have log-probabilities: the first row, how many
+    out: StepOutput
     done: torch.cuda.Event | None
 
 
@@ -71,6 +75,11 @@ class EngineCore:
         self._state.keep_history(vocab_size)
 
     @property
+    def synthetic(self) -> SyntheticLengths | None:
+        """What SYNTHETIC accept lengths are drawn from; None where drafts are verified."""
+        return self._speculative.synthetic
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.scheduler.running or self.scheduler.waiting)
@@ -97,7 +106,7 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Launch the next passes and read those that are due; the requests that got tokens, finished ones included."""
         with self._on_device():
-            num_drafts = self.policy.choose(len(self.scheduler.running))
+            num_drafts = self._num_drafts()
             advanced: list[Request] = []
             schedule = self.scheduler.schedule(num_drafts, self.policy.max_drafts)
             if schedule.must_drain:
@@ -107,6 +116,13 @@ class EngineCore:
             self._launch(schedule, num_drafts)
             is_idle = not (schedule.chunks or schedule.decodes)
             return advanced + self._read(self._step - (0 if is_idle else self._steps_ahead))
+
+    def _num_drafts(self) -> int:
+        """K of the next step. A batch drafts together, so who wants no drafts gets none only when running alone."""
+        running = self.scheduler.running
+        if len(running) == 1 and not running[0].params.drafts:
+            return 0
+        return self.policy.choose(len(running))
 
     @torch.inference_mode()
     def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:
@@ -150,14 +166,15 @@ class EngineCore:
         rows = Rows.of_prompts(chunks, self._state, self._block_size, self.max_model_len, self._kernels)
         lines = [(line, chunk.request) for line, chunk in enumerate(chunks) if chunk.is_last]
         out = self._speculative.run(rows, num_drafts, SamplingMode.of(request for _, request in lines))
+        scored = [(c.request, c.first, c.request.num_scored(c.first, c.num_rows)) for c in chunks]
         for chunk in chunks:
             request = chunk.request
             request.num_computed += chunk.num_rows
             request.in_flight += int(chunk.is_last)
             self._note_drafter(request, num_drafts)
             self.scheduler.computed(request)
-        if lines:
-            self._send(lines, None, out)
+        if lines or out.prompt_logprobs is not None:
+            self._send(lines, None, out, scored)
 
     def _launch_decode(self, requests: list[Request], num_drafts: int) -> None:
         """Verify, accept and draft for requests whose prompts are done."""
@@ -172,7 +189,7 @@ class EngineCore:
 
     def _run_decode(
         self, slots: np.ndarray, num_drafts: int, mode: SamplingMode, most_computed: Callable[[], list[int]]
-    ) -> Tensor:
+    ) -> StepOutput:
         """`most_computed` says how far each request can be on the device, which only plans made by the host ask."""
         if self._graphs is not None:
             return self._graphs.run(slots, num_drafts, mode)
@@ -182,7 +199,7 @@ class EngineCore:
         )  # fmt: skip
         return self._verify(torch.from_numpy(slots).to(self.device), num_drafts, mode, host)
 
-    def _verify(self, slot_B: Tensor, num_drafts: int, mode: SamplingMode, host: HostShape | None = None) -> Tensor:
+    def _verify(self, slot_B: Tensor, num_drafts: int, mode: SamplingMode, host: HostShape | None = None) -> StepOutput:
         rows = Rows.to_verify(
             self._state, slot_B, num_drafts, self._block_size, self.max_model_len, host, self._kernels
         )
@@ -192,15 +209,20 @@ class EngineCore:
         """Blocks with rows that the drafter never saw are of no use to a request that drafts."""
         request.cacheable &= num_drafts > 0 or not self._has_drafter
 
-    def _send(self, lines: list[tuple[int, Request]], num_drafts: int | None, out: Tensor) -> None:
-        """Send a pass's tokens on their way to the host."""
+    def _send(
+        self,
+        lines: list[tuple[int, Request]],
+        num_drafts: int | None,
+        out: StepOutput,
+        scored: list[tuple[Request, int, int]] | None = None,
+    ) -> None:
+        """Send what a pass emitted and shows on its way to the host."""
         done = None
         if self.device.type == "cuda":
-            pinned = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-            out = pinned.copy_(out, non_blocking=True)
+            out = out.each(_to_pinned)
             done = torch.cuda.Event()
             done.record()
-        self._launched.append(_Launched(self._step, lines, num_drafts, out, done))
+        self._launched.append(_Launched(self._step, lines, num_drafts, scored or [], out, done))
 
     def _read(self, through_step: int) -> list[Request]:
         """Hand requests their tokens of all passes up to a step; the requests that got some."""
@@ -209,13 +231,19 @@ class EngineCore:
             launched = self._launched.popleft()
             if launched.done is not None:
                 launched.done.synchronize()
-            lines_BW, now = launched.tokens.tolist(), time.perf_counter()
-            live = [(lines_BW[line], request) for line, request in launched.lines if request.finish_reason is None]
+            if launched.out.prompt_logprobs is not None:
+                _score_prompts(launched.scored, launched.out.prompt_logprobs)
+            lines_BW, now = launched.out.tokens_BW.tolist(), time.perf_counter()
+            live = [(line, request) for line, request in launched.lines if request.finish_reason is None]
+            shows = launched.out.drafts_BK is not None or launched.out.logprobs is not None
             for line, request in live:
-                self._advance(request, line, launched.num_drafts, now)
+                first_index = len(request.output_ids)
+                self._advance(request, lines_BW[line], launched.num_drafts, now)
+                if shows:
+                    request.show(launched.out, line, first_index, launched.num_drafts)
             if launched.num_drafts is not None:
                 # Requests with gaps in the drafter's cache say nothing about the head.
-                self.policy.record([line[-1] for line, r in live if r.cacheable], launched.num_drafts)
+                self.policy.record([lines_BW[line][-1] for line, r in live if r.cacheable], launched.num_drafts)
             advanced += [request for _, request in live]
         return advanced
 
@@ -234,3 +262,17 @@ class EngineCore:
         else:
             request.ended = now
             self.scheduler.finish(request)
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, on its way."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _score_prompts(scored: list[tuple[Request, int, int]], rows: RowLogprobs) -> None:
+    """Hand requests the log-probabilities of their prompts' tokens, those of a pass in its order."""
+    at = 0
+    for request, first, count in scored:
+        if request.finish_reason is None:
+            request.score_prompt(first, RowLogprobs(*(part[at : at + count] for part in rows)))
+        at += count

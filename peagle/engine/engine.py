@@ -17,7 +17,7 @@ from peagle.engine.build import build_core
 from peagle.engine.costs import measure_costs
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.speculation import FixedK, check_depth, choose_policy, draft_counts, trained_depth
-from peagle.engine.text import TextStream
+from peagle.engine.text import MeasuredStream, TextStream
 from peagle.errors import PeagleError
 from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
@@ -243,7 +243,7 @@ class LLM:
             seed=params.seed if params.seed is not None else int(self._rng.integers(2**63)),
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids),
             max_tokens=min(params.max_tokens, room),
-            stream=TextStream(self.tokenizer, params.stop) if params.stop or streamed else None,
+            stream=_stream(self.tokenizer, params, streamed),
         )
         if params.penalised:
             self.core.keep_history(vocab)
@@ -256,6 +256,13 @@ def _token_ids(prompt: object, index: int) -> list[int]:
         return [operator.index(i) for i in prompt]  # type: ignore[attr-defined]
     except TypeError:
         raise PeagleError(f"prompt {index} is {prompt!r:.60}: give text, or a list of whole numbers") from None
+
+
+def _stream(tokenizer: Any, params: SamplingParams, streamed: bool) -> TextStream | None:
+    """What keeps a request's text up to date, where someone needs that before the end."""
+    if params.logprobs is not None:
+        return MeasuredStream(tokenizer, params.stop)
+    return TextStream(tokenizer, params.stop) if params.stop or streamed else None
 
 
 def _new_text(request: Request, *, final: bool) -> str:

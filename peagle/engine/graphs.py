@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.engine.outputs import StepOutput
 from peagle.engine.slots import SamplingMode
 
 _log = logging.getLogger(__name__)
 _EAGER_CALLS = 2  # before a capture: kernels are compiled and the libraries' workspaces come about here
 
-Body = Callable[[Tensor, int, SamplingMode], Tensor]  # (slot_B, K, mode) -> out
+Body = Callable[[Tensor, int, SamplingMode], StepOutput]  # (slot_B, K, mode) -> out
 
 
 class Key(NamedTuple):
@@ -31,7 +32,7 @@ class Key(NamedTuple):
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    out: Tensor
+    out: StepOutput
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -58,7 +59,7 @@ class DecodeGraphs:
         self._pool: Any = None  # memory that all graphs share: only one runs at a time
         self._stream = torch.cuda.Stream(device) if enabled else None
 
-    def run(self, slots: np.ndarray, num_drafts: int, mode: SamplingMode) -> Tensor:
+    def run(self, slots: np.ndarray, num_drafts: int, mode: SamplingMode) -> StepOutput:
         """The body's output for these slots, rows of padding included; good until the next run."""
         bucket = self._buckets[bisect_left(self._buckets, len(slots))]
         slot_B = self._fill(bucket, slots)

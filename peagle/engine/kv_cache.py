@@ -17,7 +17,8 @@ from peagle.kernels.rope_write import rope_write
 class PagedCache:
     """Keys and values of one model's layers, each [layers, M, slots, D]; the last slot belongs to no block.
 
-    `windows` are the layers' sliding windows; None where a row sees every key up to its own. `kernels` writes them.
+    `windows` are the layers' sliding windows; None where a row sees every key up to its own. `sinks` are the layers'
+    attention sinks [N], if they have any. `kernels` writes keys and values.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         windows: Sequence[int | None] | None = None,
+        sinks: Sequence[Tensor | None] | None = None,
         kernels: str = "torch",
     ) -> None:
         self.kernels = kernels
         self.windows = (None,) * layers if windows is None else tuple(windows)
+        self.sinks = (None,) * layers if sinks is None else tuple(sinks)
         shape = (layers, kv_heads, num_slots + 1, head_dim)
         try:
             # Zeroed, for a drafter that sat out some steps reads what it never wrote. Not on the host, which gets
@@ -84,4 +87,6 @@ class PagedAttend:
     def read(self, layer: int, q_RND: Tensor) -> Tensor:
         """Attend over the cache."""
         c = self.cache
-        return paged_attention(q_RND, c.keys[layer], c.values[layer], self.limit_R, self.plan, c.windows[layer])
+        return paged_attention(
+            q_RND, c.keys[layer], c.values[layer], self.limit_R, self.plan, c.windows[layer], c.sinks[layer]
+        )

@@ -10,6 +10,7 @@ from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
 from peagle.engine.kv_cache import PagedCache
 from peagle.errors import PeagleError
+from peagle.kernels.logprobs import scratch_bytes
 from peagle.kernels.paged_decode import most_scratch_bytes
 from peagle.models.spec import ModelSpec
 
@@ -177,6 +178,7 @@ def _step_bytes(
     per_logit = item + _SAMPLING_BYTES["torch" if config.kernels == "torch" else "triton"]
     target = _layer_bytes(spec, rows, item)
     logits = rows * spec.hidden_size * item + logit_rows * spec.vocab_size * per_logit
+    logits += scratch_bytes(rows, spec.vocab_size, item)  # any step may be asked for log-probabilities
     if drafter is None or num_drafts == 0:
         return max(target, logits)
     taps = rows * drafter.feature_size * item
@@ -194,10 +196,15 @@ def _step_bytes(
 
 def _layer_bytes(sizes: ModelSpec | DrafterConfig, rows: int, item: int) -> int:
     """The residual stream, its norm and a sublayer's output; and the widest sublayer inside: attention (projections,
-    rotated copies, output) or feed-forward (two projections, their product)."""
+    rotated copies, output), feed-forward (two projections, their product), or experts (each one's product and output,
+    and what says which)."""
     queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     attention = 2 * (queries + 2 * keys) + queries
-    return rows * item * (3 * sizes.hidden_size + max(attention, 3 * sizes.intermediate_size))
+    feed_forward = 3 * sizes.intermediate_size
+    if isinstance(sizes, ModelSpec) and sizes.moe is not None:
+        feed_forward = sizes.moe.experts_per_token * (sizes.intermediate_size + sizes.hidden_size)
+        feed_forward += 4 * sizes.moe.num_experts
+    return rows * item * (3 * sizes.hidden_size + max(attention, feed_forward))
 
 
 def _check_fits(report: MemoryReport, config: EngineConfig, *, on_gpu: bool) -> None:

@@ -5,14 +5,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.acceptance import AcceptanceStats
-from peagle.engine.text import TextStream
+from peagle.engine.outputs import Logprobs, ShownRound, StepOutput
+from peagle.engine.text import MeasuredStream, TextStream
+from peagle.kernels.logprobs import RowLogprobs
 from peagle.sampling import SamplingParams
 
 
 @dataclass(slots=True)
 class RequestOutput:
     """A finished request. `seconds` runs from its first scheduled step to its last; `rounds` holds (first emitted
-    index, accepted drafts) of every verification round, in order."""
+    index, accepted drafts) of every verification round, in order.
+
+    What follows `seconds` is there for requests that ask for it: `trace`, the rounds of `show_drafts`; `logprobs`, one
+    for each of `token_ids`; `prompt_logprobs`, whose item i belongs to prompt token i + 1; `text_ends`, how much of the
+    text there is after each token, with `logprobs` too.
+    """
 
     prompt: str
     prompt_token_ids: list[int]
@@ -22,6 +29,10 @@ class RequestOutput:
     stats: AcceptanceStats
     rounds: list[tuple[int, int]]
     seconds: float
+    trace: list[ShownRound] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    text_ends: list[int] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,11 +68,17 @@ class Request:
     finish_reason: str | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     rounds: list[tuple[int, int]] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # what the next step verifies, if the request shows it
+    trace: list[ShownRound] = field(default_factory=list)
+    logprobs: Logprobs | None = field(init=False)  # of `output_ids`
+    prompt_logprobs: Logprobs | None = field(init=False)  # of the prompt's second token and those after it
     started: float = 0.0
     ended: float = 0.0
 
     def __post_init__(self) -> None:
         self.token_ids = self.prompt_ids + self.output_ids
+        counts = self.params.logprobs, self.params.prompt_logprobs
+        self.logprobs, self.prompt_logprobs = (None if count is None else Logprobs(count) for count in counts)
 
     @property
     def in_prefill(self) -> bool:
@@ -86,6 +103,35 @@ class Request:
         self.stats.record(accepted, drafted)
         self.rounds.append((first_index, accepted))
 
+    def show(self, out: StepOutput, line: int, first_index: int, num_drafts: int | None) -> None:
+        """Keep what a pass shows this request, whose line it is, once its tokens are emitted, the first at
+        `first_index`. It verified `num_drafts` tokens of `drafts`; None: it ended the prompt."""
+        kept, width = len(self.output_ids) - first_index, out.tokens_BW.shape[1] - 1
+        if self.logprobs is not None and out.logprobs is not None:
+            self.logprobs.extend(*(rows[line * width : line * width + kept].numpy() for rows in out.logprobs))
+        if self.params.show_drafts and out.drafts_BK is not None:
+            if num_drafts:
+                accepted = int(out.tokens_BW[line, -1])
+                token = self.output_ids[first_index + accepted] if kept > accepted else None
+                self.trace.append(ShownRound(first_index, self.drafts[:num_drafts], min(accepted, kept), token))
+            self.drafts = out.drafts_BK[line].tolist()
+
+    def num_scored(self, first: int, rows: int) -> int:
+        """After how many rows of a prefill chunk, the first ones, a prompt token's log-probability is asked for."""
+        return 0 if self.prompt_logprobs is None else max(min(first + rows, len(self.prompt_ids) - 1) - first, 0)
+
+    def score_prompt(self, first: int, rows: RowLogprobs) -> None:
+        """Take the log-probabilities after prompt row `first` and those behind it, unless they are known: a prompt is
+        computed again after preemption."""
+        if self.prompt_logprobs is not None:
+            known = len(self.prompt_logprobs) - first
+            self.prompt_logprobs.extend(*(part[known:].numpy() for part in rows))
+
+    @property
+    def text_ends(self) -> list[int]:
+        """How much text there was after each output token, for a request with `logprobs`."""
+        return self.stream.ends if isinstance(self.stream, MeasuredStream) else []
+
     def output(self, tokenizer: Any) -> RequestOutput:
         """The finished request as the caller sees it."""
         text = (self.stream or TextStream(tokenizer, ())).finish(self.output_ids)
@@ -98,4 +144,8 @@ class Request:
             stats=self.stats,
             rounds=self.rounds,
             seconds=(self.ended or time.perf_counter()) - self.started if self.started else 0.0,
+            trace=self.trace,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            text_ends=self.text_ends,
         )

@@ -51,6 +51,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_added = 0
         self.num_preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up in the cache, and found there
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._expect_fit()
@@ -143,14 +144,19 @@ class Scheduler:
         if not self._free_slots or not self._may_fit():
             return False
         pool, spare, before = self.pool, len(self.running), self.pool.num_free
-        matched = pool.match(request.token_ids)
+        may_match = request.prompt_logprobs is None  # else every row of the prompt is to be computed
+        matched = pool.match(request.token_ids) if may_match else []
         count = self._blocks_for(len(request.token_ids) + 2 * num_drafts + 1) - len(matched)
         fresh = pool.allocate(count) if count + spare <= pool.num_free else None
         if fresh is None:
-            self._expect_fit(count + before - pool.num_free, pool.next_key(request.token_ids, matched))
+            longer = pool.next_key(request.token_ids, matched) if may_match else None
+            self._expect_fit(count + before - pool.num_free, longer)
             pool.release(matched)
             return False
         self._expect_fit()
+        if pool.prefix_caching and not request.started:  # one that comes back finds its own blocks: no hit
+            self.prefix_queries += len(request.token_ids)
+            self.prefix_hits += len(matched) * self._block_size
         request.slot, request.blocks = self._free_slots.pop(), matched + fresh
         request.num_prefill, request.num_registered = len(request.token_ids), len(matched)
         request.num_computed = len(matched) * self._block_size

@@ -19,18 +19,26 @@ from peagle.sampling import RowSampling
 
 
 class SamplingMode(NamedTuple):
-    """What a step has to do beyond an argmax, for any of its requests: what its graph depends on."""
+    """What a step has to do beyond an argmax, for any of its requests, and what it shows: its graph depends on it."""
 
     drawn: bool = False  # a temperature above 0
     filtered: bool = False  # top-k, top-p or min-p
     penalised: bool = False  # penalties or bias
+    shows_drafts: bool = False
+    scores: bool = False  # log-probabilities of what is emitted
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> Self:
         """The mode of a batch."""
         params = [request.params for request in requests]
         drawn = [p for p in params if p.temperature > 0]
-        return cls(bool(drawn), any(p.filtered for p in drawn), any(p.penalised for p in params))
+        return cls(
+            drawn=bool(drawn),
+            filtered=any(p.filtered for p in drawn),
+            penalised=any(p.penalised for p in params),
+            shows_drafts=any(p.show_drafts for p in params),
+            scores=any(p.logprobs is not None for p in params),
+        )
 
 
 class SlotState:

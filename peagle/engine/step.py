@@ -17,12 +17,14 @@ from peagle.drafters.draft_pass import DraftPass, DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.batch import HostShape, Rows
 from peagle.engine.kv_cache import PagedCache
+from peagle.engine.outputs import StepOutput
 from peagle.engine.slots import SamplingMode, SlotState
 from peagle.errors import PeagleError
 from peagle.kernels.accept import Accepted, accept, emit_ref
 from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow
+from peagle.kernels.logprobs import RowLogprobs, join, row_logprobs, rows_at_once
 from peagle.kernels.paged_attention import AttentionPlan, plan_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.sample import sample
@@ -30,7 +32,7 @@ from peagle.kernels.synthetic_acceptance import SyntheticLengths
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import Attend
 from peagle.models.spec import ModelSpec
-from peagle.sampling import RowSampling
+from peagle.sampling import MAX_LOGPROBS, RowSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +82,15 @@ class SpeculativeStep:
         self._draft_side, self.state = draft_side, state
         self._block_size, self._max_model_len = block_size, max_model_len
         self._attention, self._kernels = attention, kernels
-        self._synthetic = synthetic
+        self.synthetic = synthetic
 
-    def run(self, rows: Rows, num_drafts: int, mode: SamplingMode) -> Tensor:
-        """Accept, draft `num_drafts` tokens, move the slots on; [B, V + 1]: emitted tokens, -1 after them, and how many
-        drafts were accepted. A prompt's chunk emits its next token, V = 1, real where the chunk is its last."""
+    def run(self, rows: Rows, num_drafts: int, mode: SamplingMode) -> StepOutput:
+        """Accept, draft `num_drafts` tokens, move the slots on. A prompt's chunk emits its next token, V = 1, real
+        where the chunk is its last."""
         side = self._draft_side if num_drafts > 0 else None
         hidden_TH, taps_TC = self._run_target(rows, side.drafter.config.tap_ids if side else ())
-        accepted = self._accept(rows, self._target_tokens(rows, hidden_TH, mode))
+        tokens_BV, logprobs = self._target_tokens(rows, hidden_TH, mode)
+        accepted = self._accept(rows, tokens_BV)
         says_B = rows.slot_B
         if rows.next_prompt_B is None:
             kept_B, next_B = accepted.count_B, accepted.next_token_B
@@ -102,10 +105,12 @@ class SpeculativeStep:
         else:
             drafts_BK = self._draft(side, rows, kept_B, next_B, taps_TC, num_drafts, mode)
         s = self.state
-        return commit(
+        tokens_BW = commit(
             s.last_token, s.num_computed, s.drafts, rows.slot_B, rows.first_B, kept_B, next_B, accepted.emitted_BV,
             accepted.count_B, drafts_BK, backend=self._kernels,
         )  # fmt: skip
+        shown_BK = s.drafts[rows.slot_B] if mode.shows_drafts else None
+        return StepOutput(tokens_BW, shown_BK, logprobs, self._prompt_logprobs(rows, hidden_TH))
 
     def _run_target(self, rows: Rows, tap_ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Final hidden states and taps of every row."""
@@ -113,23 +118,33 @@ class SpeculativeStep:
         attend = self._target_cache.attend(rows.kv_slots_T, rows.last_keys_T, plan)
         return self._target(rows.ids_T, rows.positions_T, attend, tap_ids)
 
-    def _target_tokens(self, rows: Rows, hidden_TH: Tensor, mode: SamplingMode) -> Tensor:
-        """The target's own token after each verify row, [B, V]; after a chunk's last row, [B, 1]."""
+    def _target_tokens(self, rows: Rows, hidden_TH: Tensor, mode: SamplingMode) -> tuple[Tensor, RowLogprobs | None]:
+        """The target's own token after each verify row, [B, V]; after a chunk's last row, [B, 1]. Their
+        log-probabilities are those of the target's logits before anything changes them."""
         last_B, count = rows.first_B, rows.drafts_BK.shape[1] + 1
         if rows.next_prompt_B is not None:
             hidden_TH, last_B = hidden_TH[rows.start_B1[1:] - 1], rows.positions_T[rows.start_B1[1:] - 1]
-        logits_UV = self._target.logits(hidden_TH)
+        logits_UV = raw_UV = self._target.logits(hidden_TH)
         if mode.penalised:
             history = self.state.needed_history
             logits_UV = history.apply(logits_UV, rows.slot_B, rows.drafts_BK, backend=self._kernels)
         sampling = self.state.row_sampling(rows.slot_B, last_B + 1, count, mode)
         tokens_U = sample(logits_UV, sampling, backend=self._kernels)
-        return tokens_U.view(rows.batch, -1)
+        logprobs = row_logprobs(raw_UV, tokens_U, MAX_LOGPROBS) if mode.scores else None
+        return tokens_U.view(rows.batch, -1), logprobs
+
+    def _prompt_logprobs(self, rows: Rows, hidden_TH: Tensor) -> RowLogprobs | None:
+        """Log-probabilities of the prompt tokens that are asked for, a few rows of logits at a time."""
+        if rows.scored is None:
+            return None
+        count = rows_at_once(self._target.spec.vocab_size)
+        pairs = zip(rows.scored.rows_S.split(count), rows.scored.tokens_S.split(count), strict=True)
+        return join([row_logprobs(self._target.logits(hidden_TH[at]), ids, MAX_LOGPROBS) for at, ids in pairs])
 
     def _accept(self, rows: Rows, tokens_BV: Tensor) -> Accepted:
-        if self._synthetic is None or rows.next_prompt_B is not None:
+        if self.synthetic is None or rows.next_prompt_B is not None:
             return accept(tokens_BV, rows.drafts_BK, rows.slot_B, backend=self._kernels)
-        count_B = self._synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B)
+        count_B = self.synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B)
         return emit_ref(tokens_BV, count_B.clamp(max=rows.drafts_BK.shape[1]), rows.slot_B)
 
     def _draft(

@@ -1,5 +1,6 @@
 """Token ids to text while they arrive: whole characters only, stop strings found and cut."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,3 +69,28 @@ class TextStream:
             if any(s.startswith(self.text[-length:]) for s in self._stop):
                 return length
         return 0
+
+
+class MeasuredStream(TextStream):
+    """Also keeps `ends`: characters of text there were after each token pushed, none beyond the end of the text."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        super().__init__(tokenizer, stop)
+        self.ends: list[int] = []
+
+    def push(self, token_id: int) -> bool:
+        """Add one token, as `TextStream` does."""
+        stopped = super().push(token_id)
+        self.ends.append(len(self.text))
+        if stopped:
+            self.ends = [min(end, len(self.text)) for end in self.ends]
+        return stopped
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens whose text `take` has handed out in full. One that completes no character counts with the next one
+        that does."""
+        count = bisect_right(self.ends, self._shown)
+        while count and self.ends[count - 1] == (self.ends[count - 2] if count > 1 else 0):
+            count -= 1
+        return count

@@ -1,7 +1,7 @@
-"""Linear layers of a few rows with what stands before and after them in a decoder layer, as one launch each.
+"""Small linear layers of a few rows with what stands before and after them in a decoder layer, as one launch each.
 
-With few rows a layer's time is its weights' way through memory, and in small models not even that: each launch of a
-captured graph costs about as much as its work. So the norm, the gate and the residual sum move into the matmuls.
+In small models each launch of a captured graph costs about as much as its work. So the norm and the residual sum move
+into the matmuls. Larger layers are for `stream_linear`.
 
 A row comes out the same however many others share the call: the order of its sums depends on the layer's width alone.
 """
@@ -11,18 +11,15 @@ from torch import Tensor
 
 from peagle.kernels.backend import use_triton_for_inference
 from peagle.kernels.rms_norm import rms_norm_ref
-from peagle.kernels.swiglu import silu_mul_ref
 
-_ONE_TILE = 16  # rows that tensor cores multiply as one
-_MOST_ROWS = 64
-_SMALL_WEIGHT = 1 << 22  # elements, of a layer bound by launches
-_LARGE_WEIGHT = 1 << 24  # from here on memory is what counts: left to cuBLAS
+# Where they are faster than cuBLAS on an H200, see docs/decisions.md.
+_MOST_ROWS = 16  # that tensor cores multiply as one
+_LARGEST_WEIGHT = 1 << 22  # elements
 
 
 def prefers_fused(rows: int, weight_OI: Tensor) -> bool:
-    """Whether the fused forms are taken to be faster than cuBLAS with kernels around it, for `rows` and this weight."""
-    most = _LARGE_WEIGHT if rows <= _ONE_TILE else _SMALL_WEIGHT if rows <= _MOST_ROWS else 0
-    return weight_OI.numel() <= most
+    """Whether the fused forms are taken to be faster than others with kernels around them."""
+    return rows <= _MOST_ROWS and weight_OI.numel() <= _LARGEST_WEIGHT
 
 
 def norm_linear(
@@ -50,23 +47,6 @@ def norm_linear(
     return norm_linear_ref(x_RH, norm_H, eps, weight_OH, bias_O)
 
 
-def gated_norm_linear(
-    x_RH: Tensor,
-    norm_H: Tensor,
-    eps: float,
-    weight_GH: Tensor,
-    bias_G: Tensor | None = None,
-    *,
-    backend: str = "auto",
-) -> Tensor:
-    """silu(gate) * up, [R, F], of gate and up side by side in `norm_linear`'s output, G = 2 F. `backend` as there."""
-    if _use_triton(backend, x_RH, weight_GH):
-        from peagle.kernels.fused_linear_triton import gated_norm_linear_triton
-
-        return gated_norm_linear_triton(x_RH, norm_H, eps, weight_GH, bias_G)
-    return gated_norm_linear_ref(x_RH, norm_H, eps, weight_GH, bias_G)
-
-
 def linear_add(
     x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_RO: Tensor, *, backend: str = "auto"
 ) -> Tensor:
@@ -83,13 +63,6 @@ def norm_linear_ref(
 ) -> Tensor:
     """The torch form of `norm_linear`."""
     return F.linear(rms_norm_ref(x_RH, norm_H, eps), weight_OH, bias_O)
-
-
-def gated_norm_linear_ref(
-    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None = None
-) -> Tensor:
-    """The torch form of `gated_norm_linear`."""
-    return silu_mul_ref(norm_linear_ref(x_RH, norm_H, eps, weight_GH, bias_G))
 
 
 def linear_add_ref(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_RO: Tensor) -> Tensor:

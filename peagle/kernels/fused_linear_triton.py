@@ -17,12 +17,11 @@ from torch import Tensor
 
 _PROGRAMS = 96  # at least, where columns allow: an H200 has 132 multiprocessors
 _LEAST_COLUMNS, _MOST_COLUMNS = 8, 32  # of a program; tensor cores multiply no fewer than the first
-_MOST_SUMS = 2048  # that a warp keeps in its registers
+_ROWS = 16  # of a tile: as many as tensor cores multiply at once
 _BYTES_IN_FLIGHT = 100 << 10  # shared memory for loads of one program: a multiprocessor has room for two
 
 
 class _Tile(NamedTuple):
-    rows: int
     columns: int
     slices: int  # of one turn of the loop, and warps
     step: int  # inputs of a slice
@@ -35,16 +34,6 @@ def _add_products(acc_SRO: tl.tensor, x_SRK: tl.tensor, weight: tl.tensor, insid
     """One turn of the loop; `weight` [S, O, K] are addresses."""
     weight_SOK = tl.load(weight) if WHOLE else tl.load(weight, mask=inside_SK[:, None, :], other=0.0)
     return tl.dot(x_SRK, tl.permute(weight_SOK, (0, 2, 1)), acc_SRO, input_precision="ieee")
-
-
-@triton.jit
-def _finish(acc_SRO: tl.tensor, scale_R: tl.tensor, bias_O: tl.tensor, column_O: tl.tensor, dtype: tl.constexpr,
-            BIAS: tl.constexpr) -> tl.tensor:  # fmt: skip
-    """The layer's output as torch would round it, in float32."""
-    out_RO = tl.sum(acc_SRO, axis=0) * scale_R[:, None]
-    if BIAS:
-        out_RO += tl.load(bias_O + column_O).to(tl.float32)[None]
-    return out_RO.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -63,8 +52,8 @@ def _linear_tile(
     out_RO: tl.tensor,
     x_RI: tl.tensor,
     norm_I: tl.tensor,
-    weight_GI: tl.tensor,
-    bias_G: tl.tensor,
+    weight_OI: tl.tensor,
+    bias_O: tl.tensor,
     residual_RO: tl.tensor,
     rows: tl.int32,
     x_row_stride: tl.int64,
@@ -80,7 +69,6 @@ def _linear_tile(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
-    GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
@@ -94,10 +82,8 @@ def _linear_tile(
     read_O = tl.minimum(column_O, OUT - 1)
     sk_SK = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None]
     x = x_RI + (row_R.to(tl.int64) * x_row_stride)[None, :, None] + sk_SK[:, None, :]
-    weight = weight_GI + (read_O.to(tl.int64) * weight_row_stride)[None, :, None] + sk_SK[:, None, :]
-    up_weight = weight + weight_row_stride * OUT
+    weight = weight_OI + (read_O.to(tl.int64) * weight_row_stride)[None, :, None] + sk_SK[:, None, :]
     acc_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
-    up_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
     square_SR = tl.zeros([SLICES, ROWS], tl.float32)
     scale_R = tl.full([ROWS], 1.0, tl.float32)
     if NORM_FIRST:
@@ -114,16 +100,14 @@ def _linear_tile(
                 square_SR += tl.sum(wide_SRK * wide_SRK, axis=2)
             x_SRK = (wide_SRK * norm_SK[:, None, :]).to(dtype)
         acc_SRO = _add_products(acc_SRO, x_SRK, weight + start, inside_SK, WHOLE)
-        if GATED:
-            up_SRO = _add_products(up_SRO, x_SRK, up_weight + start, inside_SK, WHOLE)
     if NORM_FIRST:
         scale_R = scale_R * 0.0 + 1.0  # it is in the inputs
     elif NORM:
         scale_R = tl.rsqrt(tl.sum(square_SR, axis=0) / IN + eps)
-    total_RO = _finish(acc_SRO, scale_R, bias_G, read_O, dtype, BIAS)
-    if GATED:
-        silu_RO = tl.div_rn(total_RO, 1.0 + tl.exp(-total_RO)).to(dtype).to(tl.float32)
-        total_RO = silu_RO * _finish(up_SRO, scale_R, bias_G + OUT, read_O, dtype, BIAS)
+    total_RO = tl.sum(acc_SRO, axis=0) * scale_R[:, None]
+    if BIAS:
+        total_RO += tl.load(bias_O + read_O).to(tl.float32)[None]
+    total_RO = total_RO.to(dtype).to(tl.float32)  # the layer's output as torch would round it
     live_RO = live_R[:, None] & live_O[None]
     if ADD:
         at_RO = (row_R.to(tl.int64) * residual_row_stride)[:, None] + column_O[None]
@@ -136,13 +120,6 @@ def norm_linear_triton(x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tens
     return _launch(x_RH, weight_OH, bias_O, norm_H=norm_H, eps=eps)
 
 
-def gated_norm_linear_triton(
-    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None
-) -> Tensor:
-    """The Triton form of `gated_norm_linear`: a program owns gate and up of its columns."""
-    return _launch(x_RH, weight_GH, bias_G, norm_H=norm_H, eps=eps, gated=True)
-
-
 def linear_add_triton(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_RO: Tensor) -> Tensor:
     """The Triton form of `linear_add`."""
     return _launch(x_RI, weight_OI, bias_O, residual_RO=residual_RO)
@@ -150,46 +127,44 @@ def linear_add_triton(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, re
 
 def _launch(
     x_RI: Tensor,
-    weight_GI: Tensor,
-    bias_G: Tensor | None,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
     *,
     norm_H: Tensor | None = None,
     eps: float = 0.0,
     residual_RO: Tensor | None = None,
-    gated: bool = False,
 ) -> Tensor:
-    (rows, inputs), outputs = x_RI.shape, weight_GI.shape[0] // (2 if gated else 1)
-    x_RI, weight_GI = (t if t.stride(1) == 1 else t.contiguous() for t in (x_RI, weight_GI))
+    (rows, inputs), outputs = x_RI.shape, weight_OI.shape[0]
+    x_RI, weight_OI = (t if t.stride(1) == 1 else t.contiguous() for t in (x_RI, weight_OI))
     out_RO = torch.empty((rows, outputs), dtype=x_RI.dtype, device=x_RI.device)
     if out_RO.numel() == 0:
         return out_RO
     residual = out_RO if residual_RO is None else residual_RO  # not read, like the next two, where there is none
     residual = residual if residual.stride(1) == 1 else residual.contiguous()
-    tile = _tile(rows, inputs, outputs, x_RI.dtype, gated)
+    tile = _tile(rows, inputs, outputs, x_RI.dtype)
     with torch.cuda.device_of(x_RI):
-        _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, tile.rows))](
+        _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, _ROWS))](
             out_RO,
             x_RI,
             x_RI if norm_H is None else norm_H,
-            weight_GI,
-            x_RI if bias_G is None else bias_G,
+            weight_OI,
+            x_RI if bias_O is None else bias_O,
             residual,
             rows,
             x_RI.stride(0),
-            weight_GI.stride(0),
+            weight_OI.stride(0),
             residual.stride(0),
             eps,
             IN=inputs,
             OUT=outputs,
-            ROWS=tile.rows,
+            ROWS=_ROWS,
             COLUMNS=tile.columns,
             SLICES=tile.slices,
             STEP=tile.step,
             STAGES=tile.stages,
             NORM=norm_H is not None,
             NORM_FIRST=norm_H is not None and x_RI.dtype == torch.float16,
-            GATED=gated,
-            BIAS=bias_G is not None,
+            BIAS=bias_O is not None,
             ADD=residual_RO is not None,
             num_warps=tile.slices,
             enable_fp_fusion=False,  # torch rounds each product before the sum
@@ -197,16 +172,14 @@ def _launch(
     return out_RO
 
 
-def _tile(rows: int, inputs: int, outputs: int, dtype: torch.dtype, gated: bool) -> _Tile:
+def _tile(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> _Tile:
     """`slices` and `step` set the order of sums: they must not follow from `rows`."""
-    tile_rows = min(max(triton.next_power_of_2(rows), 16), 64)
-    wide = 2 if gated else 1  # columns of weights for one of output
-    columns = min(_MOST_COLUMNS, _MOST_SUMS // (tile_rows * wide))
-    while columns > _LEAST_COLUMNS and triton.cdiv(outputs, columns) < _PROGRAMS:
+    columns = _MOST_COLUMNS
+    while columns > _LEAST_COLUMNS and triton.cdiv(outputs, columns) * triton.cdiv(rows, _ROWS) < _PROGRAMS:
         columns //= 2
     if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
-        return _Tile(16, min(columns, 16), 4, 16, 2)
+        return _Tile(min(columns, 16), 4, 16, 2)
     slices, step = 4, 64
-    turn_bytes = slices * step * dtype.itemsize * (tile_rows + columns * wide)
+    turn_bytes = slices * step * dtype.itemsize * (_ROWS + columns)
     in_flight = min(triton.cdiv(inputs, slices * step), _BYTES_IN_FLIGHT // turn_bytes, 5)
-    return _Tile(tile_rows, columns, slices, step, 1 + in_flight)
+    return _Tile(columns, slices, step, 1 + in_flight)

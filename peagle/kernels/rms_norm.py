@@ -22,7 +22,10 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, backend: str = "auto") 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_H: Tensor, eps: float, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The new residual stream, residual + x, and its RMSNorm, both [..., H]. `backend` as in `rms_norm`."""
+    """The new residual stream, residual + x, and its RMSNorm, both [..., H]. `backend` as in `rms_norm`.
+
+    x may come as float32 parts [S, ..., H]: it is their sum, rounded to the residual's dtype.
+    """
     if use_triton_for_inference(backend, x.device):
         from peagle.kernels.rms_norm_triton import add_rms_norm_triton
 
@@ -39,5 +42,7 @@ def rms_norm_ref(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_ref(x: Tensor, residual: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The torch form of `add_rms_norm`."""
+    if x.ndim > residual.ndim:
+        x = x.sum(dim=0).to(residual.dtype)
     total = residual + x
     return total, rms_norm_ref(total, weight_H, eps)

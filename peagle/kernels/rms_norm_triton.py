@@ -18,15 +18,20 @@ def _norm_row(
     weight_H: tl.tensor,
     x_row_stride: tl.int64,
     residual_row_stride: tl.int64,
+    part_stride: tl.int64,
     eps: tl.float32,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     dtype = out_RH.dtype.element_ty
     weight = tl.load(weight_H + h, mask=h < SIZE, other=0.0).to(tl.float32)
     x = tl.load(x_RH + row * x_row_stride + h, mask=h < SIZE, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_RH + part * part_stride + row * x_row_stride + h, mask=h < SIZE, other=0.0)
+    x = x.to(dtype).to(tl.float32)
     if ADD:
         residual = tl.load(residual_RH + row * residual_row_stride + h, mask=h < SIZE, other=0.0).to(tl.float32)
         total = (residual + x).to(dtype)
@@ -39,14 +44,15 @@ def _norm_row(
 def rms_norm_triton(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """The Triton form of `rms_norm`. Rows may be strided; the output is dense."""
     rows_RH, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(out, out, rows_RH, rows_RH, weight_H, eps, add=False)
+    _launch(out, out, rows_RH[None], rows_RH, weight_H, eps, add=False)
     return out
 
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The Triton form of `add_rms_norm`; both outputs are dense."""
-    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch(out, total, _rows(x), _rows(residual), weight_H, eps, add=True)
+    total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=x.device) for _ in range(2))
+    parts_SRH = x.reshape(x.shape[0], -1, x.shape[-1]) if x.ndim > residual.ndim else _rows(x)[None]
+    _launch(out, total, parts_SRH, _rows(residual), weight_H, eps, add=True)
     return total, out
 
 
@@ -56,25 +62,27 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _launch(
-    out: Tensor, total: Tensor, x_RH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float, *, add: bool
+    out: Tensor, total: Tensor, x_SRH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float, *, add: bool
 ) -> None:
-    rows, size = x_RH.shape
+    parts, rows, size = x_SRH.shape
     if rows == 0:
         return
     block = triton.next_power_of_2(size)
-    with torch.cuda.device_of(x_RH):
+    with torch.cuda.device_of(x_SRH):
         _norm_row[(rows,)](
             out,
             total,
-            x_RH,
+            x_SRH,
             residual_RH,
             weight_H,
-            x_RH.stride(0),
+            x_SRH.stride(1),
             residual_RH.stride(0),
+            x_SRH.stride(0),
             eps,
             SIZE=size,
             BLOCK=block,
             ADD=add,
+            PARTS=parts,
             num_warps=min(max(block // 512, 1), 8),
             enable_fp_fusion=False,  # torch rounds each product before the sum
         )

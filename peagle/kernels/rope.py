@@ -21,9 +21,10 @@ class HeadNorms(NamedTuple):
 
 
 def rope_tables(
-    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, *, backend: str = "auto"
+    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float = 1.0, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [R, 1, D] in `dtype`, computed in float32; the first half of sin is negated for `apply_rope`.
+    """cos and sin times `scale`, each [R, 1, D] in `dtype`, computed in float32; the first half of sin is negated for
+    `apply_rope`.
 
     `inv_freq` [D/2] is float32. `backend` "auto" is Triton on CUDA where no gradient is recorded.
     """
@@ -31,8 +32,8 @@ def rope_tables(
         # Imported late: triton is not installed everywhere.
         from peagle.kernels.rope_triton import rope_tables_triton
 
-        return rope_tables_triton(positions_R, inv_freq, dtype)
-    return rope_tables_ref(positions_R, inv_freq, dtype)
+        return rope_tables_triton(positions_R, inv_freq, dtype, scale)
+    return rope_tables_ref(positions_R, inv_freq, dtype, scale)
 
 
 def rope_qkv(
@@ -61,10 +62,12 @@ def apply_rope(x_RND: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
     return x_RND * cos_R1D + x_RND.roll(x_RND.shape[-1] // 2, dims=-1) * sin_R1D
 
 
-def rope_tables_ref(positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables_ref(
+    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """The torch form of `rope_tables`."""
     angles = torch.outer(positions_R.float(), inv_freq)
-    cos_RD, sin_RD = angles.cos().repeat(1, 2), angles.sin()
+    cos_RD, sin_RD = scale * angles.cos().repeat(1, 2), scale * angles.sin()
     return cos_RD[:, None].to(dtype), torch.cat((-sin_RD, sin_RD), dim=-1)[:, None].to(dtype)
 
 

@@ -15,12 +15,12 @@ _HEADS = 8  # of one program
 
 @triton.jit
 def _fill_tables(cos_RD: tl.tensor, sin_RD: tl.tensor, positions_R: tl.tensor, inv_freq: tl.tensor,
-                 HALF: tl.constexpr, BLOCK: tl.constexpr) -> None:  # fmt: skip
+                 scale: tl.float32, HALF: tl.constexpr, BLOCK: tl.constexpr) -> None:  # fmt: skip
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = d < HALF
     dtype = cos_RD.dtype.element_ty
     angle = tl.load(positions_R + row).to(tl.float32) * tl.load(inv_freq + d, mask=inside, other=0.0)
-    cos, sin = tl.cos(angle), tl.sin(angle)
+    cos, sin = tl.cos(angle) * scale, tl.sin(angle) * scale
     at = row * 2 * HALF + d
     tl.store(cos_RD + at, cos.to(dtype), mask=inside)
     tl.store(cos_RD + at + HALF, cos.to(dtype), mask=inside)
@@ -82,15 +82,17 @@ def _rotate_heads(
     tl.store(first + HALF, high, mask=inside_ND)
 
 
-def rope_tables_triton(positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables_triton(
+    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float
+) -> tuple[Tensor, Tensor]:
     """The Triton form of `rope_tables`."""
     rows, half, device = positions_R.shape[0], inv_freq.shape[0], positions_R.device
     cos_R1D, sin_R1D = (torch.empty((rows, 1, 2 * half), dtype=dtype, device=device) for _ in range(2))
     if rows:
         with torch.cuda.device_of(positions_R):
             _fill_tables[(rows,)](
-                cos_R1D, sin_R1D, positions_R.contiguous(), inv_freq, HALF=half, BLOCK=triton.next_power_of_2(half),
-                num_warps=1,
+                cos_R1D, sin_R1D, positions_R.contiguous(), inv_freq, scale, HALF=half,
+                BLOCK=triton.next_power_of_2(half), num_warps=1,
             )  # fmt: skip
     return cos_R1D, sin_R1D
 

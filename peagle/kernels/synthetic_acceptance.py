@@ -44,9 +44,14 @@ class SyntheticLengths:
     _COUNT = 1 << 14
 
     def __init__(self, rates: Sequence[float], device: torch.device) -> None:
+        self._lengths = torch.empty(self._COUNT, dtype=torch.int64, device=device)
+        self.change(rates)
+
+    def change(self, rates: Sequence[float]) -> None:
+        """Draw from another profile from now on, in captured steps too."""
         rates_K = torch.tensor(rates, dtype=torch.float32)
         one = torch.zeros(self._COUNT, dtype=torch.int64)
-        self._lengths = synthetic_accept_lengths(rates_K, one, torch.arange(self._COUNT) * len(rates)).to(device)
+        self._lengths.copy_(synthetic_accept_lengths(rates_K, one, torch.arange(self._COUNT) * len(rates)))
 
     def at(self, index_B: Tensor) -> Tensor:
         """Accepted drafts at indices of any size, int64 [B]."""

@@ -1,7 +1,8 @@
-"""The target model: a pre-norm decoder of the Llama, Qwen2 and dense Qwen3 families over flat rows.
+"""The target model: a pre-norm decoder of the Llama, Qwen2, dense Qwen3 and gpt-oss families over flat rows.
 
 No cache, no batch dimension, no sampling: rows of any number of sequences go in side by side, and the `attend` that is
-passed in decides which of them see each other. Serving, training and tests differ only in that function.
+passed in decides which of them see each other. Serving, training and tests differ only in that function. Where a spec
+has sliding windows or attention sinks, they are the `attend`'s to apply.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, project
+from peagle.models.moe import MoE
 from peagle.models.spec import ModelSpec
 
 
 class TargetModel(nn.Module):
     """Embedding, decoder layers, final norm and language-model head described by a `ModelSpec`."""
+
+    kernels: str = "torch"
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -24,7 +28,8 @@ class TargetModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(
                 i, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.rms_norm_eps,
-                qkv_bias=s.qkv_bias, o_bias=s.o_bias, mlp_bias=s.mlp_bias, qk_norm=s.qk_norm,
+                qkv_bias=s.qkv_bias, o_bias=s.o_bias, mlp_bias=s.mlp_bias, qk_norm=s.qk_norm, sinks=s.sinks,
+                mlp=None if s.moe is None else MoE(s.hidden_size, s.intermediate_size, s.moe),
             )
             for i in range(s.num_layers)
         )  # fmt: skip
@@ -44,7 +49,7 @@ class TargetModel(nn.Module):
         x_RH = self.embed_tokens(input_ids_R)
         cos_R1D, sin_R1D = self.rope(positions_R, x_RH.dtype)
         streams: dict[int, Tensor] = {}
-        delta_RH: Tensor | None = None  # what is still to be added to the stream: each norm adds before it norms
+        delta: Tensor | None = None  # what is still to be added to the stream: each norm adds before it norms
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]  # all of them, typed
         fused = all(layer.fuses(x_RH) for layer in layers)
         for i, layer in enumerate(layers):
@@ -53,18 +58,23 @@ class TargetModel(nn.Module):
                     streams[i] = x_RH
                 x_RH = layer.fused(x_RH, cos_R1D, sin_R1D, attend)
                 continue
-            x_RH, normed_RH = _add_norm(layer.input_layernorm, x_RH, delta_RH)
+            x_RH, normed_RH = _add_norm(layer.input_layernorm, x_RH, delta)
             if i in tap_ids:
                 streams[i] = x_RH
-            x_RH, delta_RH = layer.parts(x_RH, normed_RH, cos_R1D, sin_R1D, attend)
-        x_RH, normed_RH = _add_norm(self.norm, x_RH, delta_RH)
+            x_RH, delta = layer.parts(x_RH, normed_RH, cos_R1D, sin_R1D, attend)
+        x_RH, normed_RH = _add_norm(self.norm, x_RH, delta)
         streams[len(layers)] = x_RH
         taps_RC = torch.cat([streams[k] for k in tap_ids], dim=-1) if tap_ids else None
         return normed_RH, taps_RC
 
+    @property
+    def sinks(self) -> tuple[Tensor | None, ...]:
+        """Each layer's attention sinks [N], which the `attend` has to count in."""
+        return tuple(layer.self_attn.sinks for layer in self.layers if isinstance(layer, DecoderLayer))
+
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits over the vocabulary, [R, V], of final-normed hidden states."""
-        return self.lm_head(hidden_RH)
+        return project(self.lm_head, hidden_RH, self.kernels)
 
     def _tie(self) -> None:
         # A head swapped for a packed one (models/packing.py) has no weight to share.
@@ -78,5 +88,5 @@ class TargetModel(nn.Module):
         return self
 
 
-def _add_norm(norm: RMSNorm, x_RH: Tensor, delta_RH: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (x_RH, norm(x_RH)) if delta_RH is None else norm.add(x_RH, delta_RH)
+def _add_norm(norm: RMSNorm, x_RH: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (x_RH, norm(x_RH)) if delta is None else norm.add(x_RH, delta)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from peagle.errors import PeagleError, one_line
 from peagle.files import save_tensors
-from peagle.models.spec import CAUSAL_LM_CLASS
+from peagle.models.spec import CAUSAL_LM_CLASS, DENSE_FAMILIES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -145,9 +145,9 @@ def read_gguf(path: Path) -> GgufFile:
 
 def _refuse_unsupported(source: GgufFile) -> None:
     path, architecture = source.path, source.fields.get("general.architecture")
-    if architecture not in CAUSAL_LM_CLASS:
+    if architecture not in DENSE_FAMILIES:
         raise PeagleError(
-            f"{path} has architecture {architecture!r}: expected {' or '.join(CAUSAL_LM_CLASS)}; choose another model"
+            f"{path} has architecture {architecture!r}: expected {' or '.join(DENSE_FAMILIES)}; choose another model"
         )
     scaling = source.fields.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in source.tensors:

@@ -7,16 +7,17 @@ N query heads, M key/value heads, D head size, V vocabulary, C concatenated taps
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.kernels.backend import use_triton_for_inference
-from peagle.kernels.fused_linear import gated_norm_linear, linear_add, norm_linear, prefers_fused
+from peagle.kernels.fused_linear import linear_add, norm_linear, prefers_fused
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
+from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, prefers_stream, stream_linear
 from peagle.kernels.swiglu import silu_mul
 
 # (layer index, q_RND, k_RMD, v_RMD) -> o_RND. The model computes rotated q, k and v; whoever calls the model decides
@@ -41,11 +42,16 @@ class CachedAttend(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding. `scaling` is None or the `llama3` rule's four numbers."""
+    """Rotary embedding. `scaling` is None or the numbers of the `llama3` or the `yarn` rule."""
 
     theta: float
     head_dim: int
-    scaling: "Llama3Scaling | None" = None
+    scaling: "Llama3Scaling | YarnScaling | None" = None
+
+    @property
+    def table_scale(self) -> float:
+        """What cos and sin are multiplied by: YaRN sharpens attention that way."""
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,18 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YarnScaling:
+    """YaRN's context extension (HF `rope_type: yarn`). `truncate` rounds the borders of the blend to whole pairs."""
+
+    factor: float
+    beta_fast: float  # pairs with more full rotations within the original context are kept
+    beta_slow: float  # those with fewer are stretched
+    original_max_position_embeddings: int
+    attention_factor: float
+    truncate: bool
+
+
 def rope_inverse_frequencies(spec: RopeSpec) -> Tensor:
     """Per-pair angular frequencies, float32 [D/2]."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
@@ -65,11 +83,27 @@ def rope_inverse_frequencies(spec: RopeSpec) -> Tensor:
     if spec.scaling is None:
         return inv_freq
     s = spec.scaling
+    if isinstance(s, YarnScaling):
+        blend = _yarn_blend(spec, s)
+        return (1 - blend) / (s.factor * spec.theta**exponents) + blend * inv_freq
     wavelength = 2 * math.pi / inv_freq
     turns = s.original_max_position_embeddings / wavelength  # full rotations within the original context
     # 0 keeps only the stretched frequency, 1 only the original, in between a linear blend.
     blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - blend) * inv_freq / s.factor + blend * inv_freq
+
+
+def _yarn_blend(spec: RopeSpec, s: YarnScaling) -> Tensor:
+    """Of each pair: 1 keeps the original frequency, 0 only the stretched, in between linear in the pair's index."""
+    whole = s.original_max_position_embeddings / (2 * math.pi)
+    low, high = (
+        spec.head_dim * math.log(whole / turns) / (2 * math.log(spec.theta)) for turns in (s.beta_fast, s.beta_slow)
+    )
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+    return 1 - ((pairs - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
 
 
 class Rope(nn.Module):
@@ -88,7 +122,7 @@ class Rope(nn.Module):
 
     def forward(self, positions_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each [R, 1, D] in `dtype`, as `rope_tables` lays them out."""
-        return rope_tables(positions_R, self.inv_freq, dtype, backend=self.kernels)
+        return rope_tables(positions_R, self.inv_freq, dtype, self.spec.table_scale, backend=self.kernels)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         """Behind `.to()` and `.to_empty()`: follow the device, keep the dtype, get values when leaving meta."""
@@ -111,7 +145,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, backend=self.kernels)
 
     def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """stream + delta, and that normed."""
+        """stream + delta, and that normed; `delta` may come in parts (`project_parts`)."""
         return add_rms_norm(delta, stream, self.weight, self.eps, backend=self.kernels)
 
 
@@ -126,10 +160,26 @@ class MergedLinear(nn.Linear):
         self.splits = tuple(splits)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+class FeedForward(nn.Module):
+    """The second half of a decoder layer: rows in, what they add to the stream out."""
 
     kernels: str = "torch"
+
+    def parts(self, x: Tensor) -> Tensor:
+        """This layer of x for an `RMSNorm.add`."""
+        return self(x)
+
+    def fuses(self, x_RH: Tensor) -> bool:  # noqa: ARG002
+        """Whether `add` is the faster way for these rows."""
+        return False
+
+    def add(self, x_RH: Tensor, norm: RMSNorm) -> Tensor:
+        """x plus this layer of norm(x)."""
+        return x_RH + self(norm(x_RH))
+
+
+class SwiGLU(FeedForward):
+    """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, intermediate: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -137,7 +187,17 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x), backend=self.kernels))
+        return project(self.down_proj, self._gated(x), self.kernels)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """`forward` for an `RMSNorm.add`."""
+        return project_parts(self.down_proj, self._gated(x), self.kernels)
+
+    def _gated(self, x: Tensor) -> Tensor:
+        up = self.gate_up_proj
+        if streams(up, x, self.kernels):
+            return gated_stream_linear(x, up.weight, up.bias, backend=self.kernels)
+        return silu_mul(up(x), backend=self.kernels)
 
     def fuses(self, x_RH: Tensor) -> bool:
         """Whether `add` is the faster way for these rows: few, on Triton, weights not packed."""
@@ -148,16 +208,16 @@ class SwiGLU(nn.Module):
         )
 
     def add(self, x_RH: Tensor, norm: RMSNorm) -> Tensor:
-        """x + down(silu(gate(norm(x))) * up(norm(x))) in two launches."""
-        up, down = self.gate_up_proj, self.down_proj
-        gated_RF = gated_norm_linear(x_RH, norm.weight, norm.eps, up.weight, up.bias, backend=self.kernels)
+        """x + down(silu(gate(norm(x))) * up(norm(x))) in three launches."""
+        gated_RF, down = self._gated(norm(x_RH)), self.down_proj
         return linear_add(gated_RF, down.weight, down.bias, x_RH, backend=self.kernels)
 
 
 class Attention(nn.Module):
     """Grouped-query attention around an `Attend`: projections, head norms and RoPE here, the visibility rule outside.
 
-    With `head_norm_eps`, each query and key head passes through an RMSNorm before RoPE (Qwen3).
+    With `head_norm_eps`, each query and key head passes through an RMSNorm before RoPE (Qwen3). `sinks` are learned
+    logits, one per head, that take their share of the softmax (gpt-oss): whoever attends has to count them in.
     """
 
     kernels: str = "torch"
@@ -174,6 +234,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         o_bias: bool = False,
         head_norm_eps: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
@@ -182,19 +243,26 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, out_features, bias=o_bias)
         self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
         self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, head_norm_eps)
+        self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
 
     def forward(
         self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
     ) -> Tensor:
         """Attention of every row [R, H]; with `rows_U`, of these rows [U, H]: `attend` gets the queries of these, and
         the keys and values of all."""
-        return self.o_proj(self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U))
+        return project(self.o_proj, self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U), self.kernels)
 
-    def of_projected(
+    def parts(
+        self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
+    ) -> Tensor:
+        """`forward` for an `RMSNorm.add`."""
+        return project_parts(self.o_proj, self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U), self.kernels)
+
+    def parts_of_projected(
         self, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
     ) -> Tensor:
-        """`forward` from the merged projections on, which it may overwrite."""
-        return self.o_proj(self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U))
+        """`parts` from the merged projections on, which it may overwrite."""
+        return project_parts(self.o_proj, self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U), self.kernels)
 
     def fuses(self) -> bool:
         """Whether `add` can read these weights."""
@@ -240,7 +308,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         # Packed weights cannot be cut. Where half of the rows ask, one matmul costs less than two and their gathers.
         if rows_U is None or 2 * rows_U.shape[0] >= x.shape[0] or not _are_plain(self.qkv_proj):
-            return self._attend(self.qkv_proj(x), cos_R1D, sin_R1D, attend, rows_U)
+            return self._attend(project(self.qkv_proj, x, self.kernels), cos_R1D, sin_R1D, attend, rows_U)
         weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.heads * self.head_dim
         q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
         q_UA, kv_RA = F.linear(x[rows_U], weight[:size], q_bias), F.linear(x, weight[size:], kv_bias)
@@ -268,7 +336,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer layer: x + attention(norm(x)), then + mlp(norm(.))."""
+    """Pre-norm transformer layer: x + attention(norm(x)), then + mlp(norm(.)); `mlp` None is a SwiGLU."""
 
     def __init__(
         self,
@@ -284,15 +352,17 @@ class DecoderLayer(nn.Module):
         o_bias: bool = False,
         mlp_bias: bool = False,
         qk_norm: bool = False,
+        sinks: bool = False,
+        mlp: FeedForward | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = Attention(
             layer, hidden, hidden, heads, kv_heads, head_dim,
-            qkv_bias=qkv_bias, o_bias=o_bias, head_norm_eps=eps if qk_norm else None,
+            qkv_bias=qkv_bias, o_bias=o_bias, head_norm_eps=eps if qk_norm else None, sinks=sinks,
         )  # fmt: skip
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = SwiGLU(hidden, intermediate, bias=mlp_bias)
+        self.mlp: FeedForward = SwiGLU(hidden, intermediate, bias=mlp_bias) if mlp is None else mlp
 
     def forward(
         self, x_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None
@@ -300,8 +370,8 @@ class DecoderLayer(nn.Module):
         """The stream after this layer [R, H]; with `rows_U`, that of these rows [U, H], as in `Attention`."""
         if self.fuses(x_RH):
             return self.fused(x_RH, cos_R1D, sin_R1D, attend, rows_U)
-        x_RH, delta_RH = self.parts(x_RH, self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend, rows_U)
-        return x_RH + delta_RH
+        x_RH, normed_RH = self._attended(x_RH, self.input_layernorm(x_RH), cos_R1D, sin_R1D, attend, rows_U)
+        return x_RH + self.mlp(normed_RH)
 
     def fuses(self, x_RH: Tensor) -> bool:
         """Whether `fused` is the faster way for these rows."""
@@ -324,13 +394,48 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         rows_U: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The stream after attention, and what the feed-forward part adds to it: the next norm can do that itself.
+        """The stream after attention, and what the feed-forward part adds to it, for an `RMSNorm.add`.
 
         `normed_RH` is the input norm of the stream `x_RH`.
         """
-        attended_RH = self.self_attn(normed_RH, cos_R1D, sin_R1D, attend, rows_U)
-        x_RH, normed_RH = self.post_attention_layernorm.add(x_RH if rows_U is None else x_RH[rows_U], attended_RH)
-        return x_RH, self.mlp(normed_RH)
+        x_RH, normed_RH = self._attended(x_RH, normed_RH, cos_R1D, sin_R1D, attend, rows_U)
+        return x_RH, self.mlp.parts(normed_RH)
+
+    def _attended(
+        self,
+        x_RH: Tensor,
+        normed_RH: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        attend: Attend,
+        rows_U: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after attention, and its norm."""
+        attended = self.self_attn.parts(normed_RH, cos_R1D, sin_R1D, attend, rows_U)
+        return self.post_attention_layernorm.add(x_RH if rows_U is None else x_RH[rows_U], attended)
+
+
+def project(linear: nn.Module, x_RI: Tensor, kernels: str) -> Tensor:
+    """linear(x), in the form that is fastest for these rows."""
+    if streams(linear, x_RI, kernels):
+        return stream_linear(x_RI, linear.weight, linear.bias, backend=kernels)
+    return linear(x_RI)
+
+
+def project_parts(linear: nn.Module, x_RI: Tensor, kernels: str) -> Tensor:
+    """linear(x) for an `RMSNorm.add`: [R, O], or float32 parts of it [S, R, O], where that is faster."""
+    if streams(linear, x_RI, kernels, cut=True):
+        return linear_parts(x_RI, linear.weight, linear.bias, backend=kernels)
+    return linear(x_RI)
+
+
+def streams(linear: nn.Module, x_RI: Tensor, kernels: str, *, cut: bool = False) -> TypeGuard[nn.Linear]:
+    """Whether a layer of these few rows, on Triton, its weight not packed, is one for `stream_linear`."""
+    return (
+        use_triton_for_inference(kernels, x_RI.device)
+        and isinstance(linear, nn.Linear)
+        and prefers_stream(x_RI, linear.weight, cut=cut)
+    )
 
 
 def _are_plain(*linears: nn.Module) -> bool:
@@ -338,11 +443,16 @@ def _are_plain(*linears: nn.Module) -> bool:
     return all(isinstance(linear, nn.Linear) for linear in linears)
 
 
+@runtime_checkable
+class _Choosable(Protocol):
+    kernels: str
+
+
 def use_kernels(module: nn.Module, kernels: str) -> None:
-    """Choose the form of every norm, rotation and gate below `module`: "torch", as they are made, "triton" or "auto".
+    """Choose the form of all parts below `module` that have several: "torch", as they are made, "triton" or "auto".
 
     The Triton forms have no gradients.
     """
     for part in module.modules():
-        if isinstance(part, RMSNorm | Rope | SwiGLU | Attention):
+        if isinstance(part, _Choosable):
             part.kernels = kernels

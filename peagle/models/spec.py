@@ -4,18 +4,23 @@ Whatever changes the mathematics and is not implemented is refused here, before 
 but computes something slightly different is the one failure nobody would notice.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from peagle.errors import PeagleError
-from peagle.models.layers import Llama3Scaling, RopeSpec
+from peagle.models.layers import Llama3Scaling, RopeSpec, YarnScaling
 
-Family = Literal["llama", "qwen2", "qwen3", "other"]  # "other": only through transformers, to train for
+Family = Literal["llama", "qwen2", "qwen3", "gpt_oss", "other"]  # "other": only through transformers, to train for
 
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")  # that the engine computes
-CAUSAL_LM_CLASS: dict[str, str] = {family: f"{family.capitalize()}ForCausalLM" for family in FAMILIES}
+DENSE_FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+FAMILIES: tuple[Family, ...] = (*DENSE_FAMILIES, "gpt_oss")  # that the engine computes
+CAUSAL_LM_CLASS: dict[str, str] = {
+    family: family.title().replace("_", "") + "ForCausalLM" for family in FAMILIES
+}  # fmt: skip
 MAX_SIZE = 2**31 - 1  # of any dimension or token id: beyond it, a file is damaged
 DEFAULT_ROPE_THETA = 10000.0  # what all families assume when the config is silent
 QWEN3_HEAD_DIM = 128  # what Qwen3 assumes when the config is silent, whatever the hidden size
@@ -43,10 +48,23 @@ class LayerSizes(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoESpec:
+    """A mixture of experts. Of gate and up, gate is cut off above `gate_limit` and up on both sides; then
+    (up + 1) * gate * sigmoid(`gate_alpha` * gate)."""
+
+    num_experts: int
+    experts_per_token: int
+    gate_alpha: float
+    gate_limit: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """Everything that shapes a target. Sizes are per model, not per device; `eos_token_ids` may be empty.
 
-    `qk_norm`: each query and key head passes through an RMSNorm before RoPE.
+    `qk_norm`: each query and key head passes through an RMSNorm before RoPE. `windows`: how many of the last positions
+    each layer sees, its own included; None is all of them, in a layer or in every one. `sinks`: attention may go
+    nowhere. With `moe`, `intermediate_size` is one expert's.
     """
 
     family: Family
@@ -67,6 +85,9 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = False
+    windows: tuple[int | None, ...] | None = None
+    sinks: bool = False
+    moe: MoESpec | None = None
 
 
 def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -75,7 +96,9 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises PeagleError for everything that cannot be computed exactly.
     """
     family = _family(config)
-    _refuse_unsupported(config)
+    if family == "gpt_oss":
+        config = {**_GPT_OSS_DEFAULTS, **config}
+    _refuse_unsupported(config, family)
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", default=heads)
     head_dim = _size(config, "head_dim", default=QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
@@ -105,6 +128,9 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         bos_token_id=_bos(config, generation_config),
         eos_token_ids=_eos(config, generation_config),
         qk_norm=family == "qwen3",
+        windows=_windows(config) if family == "gpt_oss" else None,
+        sinks=family == "gpt_oss",
+        moe=_moe(config) if family == "gpt_oss" else None,
     )
 
 
@@ -113,8 +139,8 @@ def _family(config: Mapping[str, Any]) -> Family:
     family = next((known for known in FAMILIES if known == named), None)
     if family is None:
         raise UnsupportedTarget(
-            f"model_type {named!r} is not supported: expected 'llama', 'qwen2' or 'qwen3'; choose a target of these "
-            "families"
+            f"model_type {named!r} is not supported: expected 'llama', 'qwen2', 'qwen3' or 'gpt_oss'; choose a target "
+            "of these families"
         )
     architectures = _list(config, "architectures") or [CAUSAL_LM_CLASS[family]]
     if CAUSAL_LM_CLASS[family] not in architectures:
@@ -125,17 +151,52 @@ def _family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+# What transformers assumes where a config of the family is silent.
+_GPT_OSS_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128, "num_experts_per_tok": 4}
+)
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Of each layer; by default every other one slides, the first does."""
+    layers = _size(config, "num_hidden_layers")
+    types = _list(config, "layer_types") or ["sliding_attention", "full_attention"] * (-(-layers // 2))
+    types = types[:layers]
+    if len(types) < layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise PeagleError(
+            f"config.json has layer_types {types}: expected 'sliding_attention' or 'full_attention' for each of the "
+            f"{layers} layers; check the file"
+        )
+    window = _size(config, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _moe(config: Mapping[str, Any]) -> MoESpec:
+    experts, chosen = _size(config, "num_local_experts"), _size(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise PeagleError(f"config.json has num_experts_per_tok {chosen} of {experts} experts; check the file")
+    return MoESpec(
+        num_experts=experts,
+        experts_per_token=chosen,
+        gate_alpha=_number(config, "swiglu_alpha", default=1.702),
+        gate_limit=_number(config, "swiglu_limit", default=7.0),
+    )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedTarget(f"hidden_act {activation!r} is not supported: expected 'silu'; choose another target")
-    if config.get("use_sliding_window") or "sliding_attention" in _list(config, "layer_types"):
+    sliding = config.get("use_sliding_window") or "sliding_attention" in _list(config, "layer_types")
+    if sliding and family != "gpt_oss":
         raise UnsupportedTarget(
             "use_sliding_window true is not supported: expected full attention in every layer; choose another target"
         )
+    if family == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        raise PeagleError("config.json has no rope_scaling: gpt-oss targets need their YaRN rule; check the file")
     quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method and not (family == "gpt_oss" and method == "mxfp4"):
         raise UnsupportedTarget(
             f"quantization_config with method {method!r} is not supported: expected float weights "
             "(bfloat16, float16, float32) or a .gguf file; use the unquantized model"
@@ -156,9 +217,10 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_positions: in
         rules.update(found)
     theta = rules.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA
     rope_type = rules.get("rope_type", rules.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
+    if rope_type not in ("default", "llama3", "yarn") or rules.get("mscale") or rules.get("mscale_all_dim"):
         raise UnsupportedTarget(
-            f"rope type {rope_type!r} is not supported: expected 'default' or 'llama3'; choose another model"
+            f"rope type {rope_type!r} is not supported: expected 'default', 'llama3' or 'yarn' (without mscale); "
+            "choose another model"
         )
     partial = rules.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0 or any(isinstance(rule, Mapping) for rule in rules.values()):
@@ -166,8 +228,10 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_positions: in
             f"rope parameters {rules!r} (partial_rotary_factor {partial}) are not supported: expected one rule "
             "that rotates the whole head in every layer; choose another model"
         )
-    scaling = None
-    if rope_type == "llama3":
+    scaling: Llama3Scaling | YarnScaling | None = None
+    if rope_type == "yarn":
+        scaling = _yarn(rules, max_positions)
+    elif rope_type == "llama3":
         scaling = Llama3Scaling(
             factor=_number(rules, "factor"),
             low_freq_factor=_number(rules, "low_freq_factor"),
@@ -175,6 +239,18 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_positions: in
             original_max_position_embeddings=_size(rules, "original_max_position_embeddings", default=max_positions),
         )
     return RopeSpec(theta=_number({"rope_theta": theta}, "rope_theta"), head_dim=head_dim, scaling=scaling)
+
+
+def _yarn(rules: Mapping[str, Any], max_positions: int) -> YarnScaling:
+    factor, truncate = _number(rules, "factor"), rules.get("truncate")
+    return YarnScaling(
+        factor=factor,
+        beta_fast=_number(rules, "beta_fast", default=32.0),
+        beta_slow=_number(rules, "beta_slow", default=1.0),
+        original_max_position_embeddings=_size(rules, "original_max_position_embeddings", default=max_positions),
+        attention_factor=_number(rules, "attention_factor", default=max(1.0, 0.1 * math.log(factor) + 1.0)),
+        truncate=True if truncate is None else _flag(rules, "truncate"),
+    )
 
 
 def _number(config: Mapping[str, Any], key: str, *, default: float | None = None) -> float:

@@ -70,7 +70,7 @@ def render_chat(
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except (TemplateError, TypeError, KeyError) as error:
+    except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
         roles = [message.get("role") for message in messages]
         raise PeagleError(
             f"the chat template refused a conversation with roles {roles} ({error}): "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from peagle.errors import PeagleError, one_line
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import MergedLinear, RMSNorm
+from peagle.models.mxfp4 import BLOCK, BLOCKS, SCALES, dequantize
 from peagle.models.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def weight_files(path: Path) -> list[Path]:
 def load_weights(model: TargetModel, files: Sequence[Path]) -> None:
     """Copy every tensor of `files` into `model`. Tensors it has no use for are refused inside layers, else ignored."""
     views = {_hf_name(name): view for name, view in parameter_parts(model).items()}
-    missing = set(views)
+    missing, halves = set(views), dict[str, Tensor]()
     for number, file in enumerate(files, 1):
         if len(files) > 1:
             _log.info("loading weights, file %d of %d", number, len(files))
@@ -81,6 +82,12 @@ def load_weights(model: TargetModel, files: Sequence[Path]) -> None:
                 if name in views:
                     _copy(name, stored.get_tensor(name), views[name], file)
                     missing.discard(name)
+                elif (packed := name.removesuffix(BLOCKS).removesuffix(SCALES)) in views:
+                    halves[name] = stored.get_tensor(name)
+                    if {packed + BLOCKS, packed + SCALES} <= set(halves):
+                        parts = halves.pop(packed + BLOCKS), halves.pop(packed + SCALES)
+                        _copy_mxfp4(packed, *parts, views[packed], file)
+                        missing.discard(packed)
                 elif name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
                     raise PeagleError(
                         f"{file} holds {name}, which the model described by config.json does not have: "
@@ -150,8 +157,8 @@ def dummy_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, se
     generator = torch.Generator(device).manual_seed(seed)
     tied = spec.tie_word_embeddings
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.ndim == 1:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.fill_(1.0 if isinstance(module, RMSNorm) else 0.0)
             elif isinstance(module, nn.Embedding):
                 parameter.normal_(generator=generator)
@@ -175,6 +182,23 @@ def _copy(name: str, source: Tensor, target: Tensor, file: Path) -> None:
             f"{file} holds {name} as {source.dtype}: expected bfloat16, float16 or float32; use the unquantized model"
         )
     target.copy_(source)
+
+
+def _copy_mxfp4(name: str, blocks: Tensor, scales: Tensor, target_EIO: Tensor, file: Path) -> None:
+    """Unpack one expert after another, on the target's device; the packed matrices have outputs before inputs."""
+    experts, inputs, outputs = target_EIO.shape
+    shape = (experts, outputs, inputs // BLOCK)
+    if tuple(blocks.shape) != (*shape, BLOCK // 2) or tuple(scales.shape) != shape or inputs % BLOCK:
+        raise PeagleError(
+            f"{file} holds {name}{BLOCKS} of shape {list(blocks.shape)} and {SCALES} of {list(scales.shape)}: expected "
+            f"{[*shape, BLOCK // 2]} and {list(shape)} from config.json; the two files do not belong together"
+        )
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise PeagleError(
+            f"{file} holds {name} as {blocks.dtype} and {scales.dtype}: MXFP4 is uint8; download it again"
+        )
+    for own_OG, scale_OG, target_IO in zip(blocks.to(target_EIO.device), scales.to(target_EIO.device), target_EIO):
+        target_IO.copy_(dequantize(own_OG, scale_OG, target_EIO.dtype).T)
 
 
 def _first(names: Sequence[str], shown: int = 3) -> str:

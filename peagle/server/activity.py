@@ -23,6 +23,8 @@ class Snapshot:
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: int = 0  # and those that were found
 
     def stats_since(self, before: "Snapshot") -> AcceptanceStats:
         """What the rounds between two moments accepted."""
@@ -42,6 +44,7 @@ class Finished:
     request_id: str
     num_prompt: int
     num_output: int
+    max_output: int
     finish_reason: str  # "stop" | "length" | "abort"
     queued: float | None  # until it was first scheduled
     first_token: float | None
@@ -50,11 +53,19 @@ class Finished:
     acceptance_length: float
 
     @property
+    def prefill(self) -> float | None:
+        """Seconds from the first scheduled step to the first token."""
+        return None if self.queued is None or self.first_token is None else self.first_token - self.queued
+
+    @property
+    def decode(self) -> float | None:
+        """Seconds from the first token to the last."""
+        return None if self.first_token is None or self.last_token is None else self.last_token - self.first_token
+
+    @property
     def per_token(self) -> float | None:
         """Mean seconds from one token to the next; None for fewer than two tokens."""
-        if self.first_token is None or self.last_token is None or self.num_output < 2:
-            return None
-        return (self.last_token - self.first_token) / (self.num_output - 1)
+        return None if self.decode is None or self.num_output < 2 else self.decode / (self.num_output - 1)
 
     def log(self) -> None:
         """Its line in the log, with the same fields in `record.request` for a formatter that writes JSON."""

@@ -18,6 +18,7 @@ from peagle.server.guard import Guard
 from peagle.server.openapi import describe
 from peagle.server.protocol import DetokenizeBody, TokenizeBody
 from peagle.server.service import Service
+from peagle.server.web import page
 
 if TYPE_CHECKING:
     from peagle.server.metrics import Metrics
@@ -32,11 +33,13 @@ def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metr
     app = FastAPI(title="peagle", version=__version__, docs_url=None, redoc_url=None)
     for router in (completions(service), chat(service), _about(service), _tokens(service)):
         app.include_router(router)
+    if config.page:
+        app.include_router(page())
     if metrics is not None:
         app.include_router(_metrics(metrics))
     add_error_handlers(app)
     describe(app, has_key=config.api_key is not None)
-    app.add_middleware(Guard, api_key=config.api_key)
+    app.add_middleware(Guard, api_key=config.api_key, host=config.host, allowed_origins=config.allowed_origins)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from peagle.engine.request import Request as EngineRequest
 from peagle.models.tokenizer import render_chat
+from peagle.server.logprobs import chat_logprobs
 from peagle.server.protocol import ChatBody
 from peagle.server.responses import Form
 from peagle.server.service import Service
@@ -14,6 +15,7 @@ _FORM = Form(
     chunk_kind="chat.completion.chunk",
     whole=lambda text: {"message": {"role": "assistant", "content": text}},
     piece=lambda text: {"delta": {"content": text} if text else {}},
+    logprobs=chat_logprobs,
     opening={"delta": {"role": "assistant", "content": ""}},
 )
 

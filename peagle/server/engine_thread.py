@@ -15,15 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from peagle.engine.engine import LLM
 from peagle.engine.graphs import bucket_sizes
+from peagle.engine.outputs import Logprobs, ScoredToken, ShownRound, scored_tokens
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import TableK, draft_counts
+from peagle.engine.text import MeasuredStream
 from peagle.errors import PeagleError, one_line
 from peagle.sampling import SamplingParams
 from peagle.server.activity import ActivityLog, Finished, Snapshot
@@ -40,11 +42,14 @@ _LONGEST_RETRY = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One step's news of a request."""
+    """One step's news of a request. The fields after `output` are for requests that ask for what is in them."""
 
     text: str  # new text that is safe to show: whole characters, no part of a stop string
     token_ids: list[int]
     output: RequestOutput | None  # set on the last delta
+    trace: Sequence[ShownRound] = ()  # new rounds, of `show_drafts`
+    scored: Sequence[ScoredToken] = ()  # of `logprobs`: the tokens whose text is shown by now, and was not before
+    prompt_logprobs: Logprobs | None = None  # on the first delta
 
 
 OnDelta = Callable[[Delta], None]
@@ -75,6 +80,24 @@ class _Live:
     num_sent: int = 0  # tokens
     num_rounds: int = 0
     num_drafted: int = 0
+    num_shown: int = 0  # rounds of its trace
+    num_scored: int = 0  # tokens whose log-probabilities were told
+    prompt_told: bool = False
+
+    def asked(self) -> dict[str, Any]:
+        """What a delta tells besides tokens, to those who ask; call it once the delta's text is taken."""
+        request, news = self.request, dict[str, Any]()
+        if request.params.show_drafts:
+            news["trace"] = request.trace[self.num_shown :]
+            self.num_shown = len(request.trace)
+        if request.logprobs is not None and isinstance(request.stream, MeasuredStream):
+            stop = request.stream.num_shown if request.finish_reason is None else len(request.output_ids)
+            ends = request.stream.ends
+            news["scored"] = scored_tokens(request.output_ids, request.logprobs, ends, self.num_scored, stop)
+            self.num_scored = stop
+        if not self.prompt_told:
+            news["prompt_logprobs"], self.prompt_told = request.prompt_logprobs, True
+        return news
 
     def finished(self, now: float) -> Finished:
         """The request as log and metrics see it."""
@@ -83,6 +106,7 @@ class _Live:
             request_id=self.request_id or str(request.arrival),
             num_prompt=len(request.prompt_ids),
             num_output=len(request.output_ids),
+            max_output=request.max_tokens,
             finish_reason=request.finish_reason or "abort",
             queued=request.started - at if request.started else None,
             first_token=None if self.first_token is None else self.first_token - at,
@@ -123,7 +147,7 @@ class EngineThread:
 
         self._making = threading.Lock()
         if observer is not None:
-            observer.watch(self.snapshot)
+            observer.watch(self.snapshot, llm.core.scheduler.pool)
 
     def start(self) -> None:
         """Begin: warm up, then serve. Returns at once; requests may be submitted before `is_ready`."""
@@ -246,11 +270,18 @@ class EngineThread:
                 self._core.run_padding(size, num_drafts, SamplingMode(drawn=True))
                 if self._deadline is not None:
                     return
+            self._warm_up_page()
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
         self._core.add(self.make_request([0], params))
         while self._core.has_work:
             self._core.step()
         _log.info("the engine is ready, after a warm-up of %.1f s", time.perf_counter() - began)
+
+    def _warm_up_page(self) -> None:
+        """The steps of one request alone that is traced, with drafts and without, as the page asks for them."""
+        for num_drafts in {0, self._core.policy.max_drafts}:
+            for drawn in (False, True):
+                self._core.run_padding(1, num_drafts, SamplingMode(drawn=drawn, shows_drafts=True))
 
     def _take_calls(self) -> bool:
         """Wait until there is something to do and run what the inbox holds; False when it is time to end."""
@@ -265,7 +296,7 @@ class EngineThread:
 
     def _step(self) -> None:
         """One step of the engine. All counts are up to date before anyone hears of it."""
-        advanced = self._core.step()
+        advanced, num_before = self._core.step(), self._prompt_tokens + self._generated
         now, gaps = time.perf_counter(), []
         for request in advanced:
             live = self._live.get(request)
@@ -275,7 +306,7 @@ class EngineThread:
                 gaps.append(now - live.last_token)
             self._untold.append((live, self._advance(live, now)))
         if self._observer is not None:
-            self._observer.record_gaps(gaps)
+            self._observer.record_step(gaps, self._prompt_tokens + self._generated - num_before)
         self._publish(after_step=True)
         self._activity.step(now, self._snapshot)
         self._tell()
@@ -295,7 +326,8 @@ class EngineThread:
         if request.finish_reason is not None:
             return self._last_delta(live, now)
         live.num_sent += len(new_ids)
-        return Delta(request.stream.take() if request.stream is not None else "", new_ids, None)
+        text = request.stream.take() if request.stream is not None else ""
+        return Delta(text, new_ids, None, **live.asked())
 
     def _count_rounds(self, live: _Live) -> None:
         for _, accepted in live.request.rounds[live.num_rounds :]:
@@ -315,7 +347,7 @@ class EngineThread:
         finished.log()
         if self._observer is not None:
             self._observer.record_finished(finished)
-        return Delta(text, output.token_ids[live.num_sent :], output)
+        return Delta(text, output.token_ids[live.num_sent :], output, **live.asked())
 
     def _add(self, live: _Live) -> None:
         self._live[live.request] = live
@@ -353,6 +385,8 @@ class EngineThread:
             num_waiting=len(scheduler.waiting),
             kv_usage=scheduler.pool.usage,
             preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
             tokens_generated=self._generated,
             rounds=at_least[0],

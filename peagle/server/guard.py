@@ -2,24 +2,31 @@
 
 import asyncio
 import hmac
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from peagle.server.errors import ApiError
+from peagle.server.errors import ApiError, shown
+from peagle.server.web import FILES
 
 MAX_BODY_BYTES = 8 * 2**20  # a context of a million token ids
 BODY_SECONDS = 30.0  # for a whole body to arrive
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})  # what probes and scrapers ask, without a key
+# What probes, scrapers and browsers ask without a key. The page's files are as public as the source they come from.
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
 
 
 class Guard:
     """ASGI middleware: refuses early, and hands on the whole body at once."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, host: str, allowed_origins: Sequence[str]) -> None:
+        """`host` is where the server listens, `allowed_origins` are the pages of others that may use it."""
         self._app = app
         self._key = None if api_key is None else api_key.encode()
+        self._is_private = api_key is None and is_loopback(host) and "*" not in allowed_origins
+        self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it."""
@@ -31,6 +38,7 @@ class Guard:
             self._check_key(scope, headers)
             if scope["method"] == "HEAD":  # whatever can be got
                 scope, send = {**scope, "method": "GET"}, _without_body(send)
+            self._check_origin(headers)
             if scope["method"] == "POST":
                 _check_type(headers)
                 receive = await _with_body(headers, receive)
@@ -47,6 +55,31 @@ class Guard:
         if not hmac.compare_digest(key.strip(), self._key) or scheme.lower() != b"bearer":
             message = "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'"
             raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    def _check_origin(self, headers: MutableMapping[bytes, bytes]) -> None:
+        """Refuse pages from elsewhere where no key does. A page whose name is made to lead to this machine passes for
+        the server's own in a browser, which then asks nobody."""
+        origin = headers.get(b"origin")
+        if origin is None or not self._is_private or origin in self._allowed_origins:
+            return
+        text = origin.decode("latin-1")
+        try:
+            host = urlsplit(text).hostname or ""
+        except ValueError:
+            host = ""
+        if not is_loopback(host):
+            message = f"pages of {shown(text)} may not use this server: allow them with --allowed-origins, or set a key"
+            raise ApiError(403, message, code="origin_not_allowed")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address can only be this machine."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(host.split("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def _without_body(send: Send) -> Send:

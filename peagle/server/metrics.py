@@ -4,9 +4,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from peagle.engine.block_pool import BlockPool
 from peagle.server.activity import Finished, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -25,6 +26,7 @@ _WHOLE_REQUEST = (
     1920.0, 7680.0,
 )  # fmt: skip
 _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+_TOKENS_OF_A_STEP = tuple(float(2**power) for power in (0, *range(3, 15)))
 
 _REASONS = ("stop", "length", "abort")
 
@@ -53,8 +55,9 @@ class Metrics:
     """What the engine thread reports, as text for a scraper. It has a registry of its own: nothing here is global."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = {"model_name": model_name}
+        self._labels = {"model_name": model_name, "engine": "0"}  # vLLM numbers its engines; here is one
         self._snapshot: Callable[[], Snapshot] = Snapshot
+        self._pool: BlockPool | None = None
         self._finished = dict.fromkeys(_REASONS, 0)
         self._first_token = _Histogram("Seconds to the first token.", _FIRST_TOKEN)
         # vLLM's two names for one thing. A round's tokens arrive together and count as one.
@@ -62,6 +65,11 @@ class Metrics:
         self._per_token = _Histogram("Mean seconds per token of a request, after the first.", _BETWEEN_TOKENS)
         self._total = _Histogram("Seconds from a request's arrival to its end.", _WHOLE_REQUEST)
         self._queued = _Histogram("Seconds that a request waited to be scheduled.", _WHOLE_REQUEST)
+        self._prefill = _Histogram("Seconds from being scheduled to the first token.", _WHOLE_REQUEST)
+        self._decode = _Histogram("Seconds from the first token to the last.", _WHOLE_REQUEST)
+        self._ran = _Histogram("Seconds from being scheduled to the last token.", _WHOLE_REQUEST)
+        self._in_step = _Histogram("Tokens of a step: generated, and of prompts that were finished.", _TOKENS_OF_A_STEP)
+        self._max_tokens = _Histogram("Most tokens that a request may get.", _TOKENS)
         self._num_prompt = _Histogram("Prompt tokens of a request.", _TOKENS)
         self._num_output = _Histogram("Generated tokens of a request.", _TOKENS)
         self._histograms = {
@@ -71,24 +79,34 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds": self._per_token,
             "vllm:e2e_request_latency_seconds": self._total,
             "vllm:request_queue_time_seconds": self._queued,
+            "vllm:request_prefill_time_seconds": self._prefill,
+            "vllm:request_decode_time_seconds": self._decode,
+            "vllm:request_inference_time_seconds": self._ran,
             "vllm:request_prompt_tokens": self._num_prompt,
+            # vLLM's second name is for the longest of n answers. Here each answer is a request.
             "vllm:request_generation_tokens": self._num_output,
+            "vllm:request_max_num_generation_tokens": self._num_output,
+            "vllm:request_params_max_tokens": self._max_tokens,
+            "vllm:iteration_tokens_total": self._in_step,
         }
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory, CPU seconds and open files of the server
 
-    def watch(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Take the engine's state and totals from here."""
-        self._snapshot = snapshot
+    def watch(self, snapshot: Callable[[], Snapshot], pool: BlockPool) -> None:
+        """Take the engine's state and totals from here, and what its cache is."""
+        self._snapshot, self._pool = snapshot, pool
 
     def record_first_token(self, seconds: float) -> None:
         """Count a request's time to its first token."""
         self._first_token.record(seconds)
 
-    def record_gaps(self, seconds: Sequence[float]) -> None:
-        """Count, for each request that a step brought forward, the time since it last was."""
-        for gap in seconds:
+    def record_step(self, gaps: Sequence[float], tokens: int) -> None:
+        """Count a step's tokens and, for each request that it brought forward, the seconds since it last was."""
+        for gap in gaps:
             self._gaps.record(gap)
+        if tokens:
+            self._in_step.record(tokens)
 
     def record_finished(self, request: Finished) -> None:
         """Count a request that has ended. Times and sizes of those cut short say nothing, and are left out."""
@@ -98,10 +116,16 @@ class Metrics:
         self._total.record(request.total)
         self._num_prompt.record(request.num_prompt)
         self._num_output.record(request.num_output)
-        if request.queued is not None:
-            self._queued.record(request.queued)
-        if request.per_token is not None:
-            self._per_token.record(request.per_token)
+        self._max_tokens.record(request.max_output)
+        times = (
+            (self._queued, request.queued), (self._prefill, request.prefill), (self._decode, request.decode),
+            (self._per_token, request.per_token),
+        )  # fmt: skip
+        for histogram, seconds in times:
+            if seconds is not None:
+                histogram.record(seconds)
+        if request.prefill is not None and request.decode is not None:
+            self._ran.record(request.prefill + request.decode)
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, of `CONTENT_TYPE`."""
@@ -113,6 +137,12 @@ class Metrics:
         yield self._gauge("num_requests_running", "Requests that have a slot.", now.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for a slot.", now.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", now.kv_usage)
+        # The name that vLLM had for it first, for dashboards of that time.
+        yield self._gauge("gpu_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", now.kv_usage)
+        if self._pool is not None:
+            yield self._cache_config(self._pool)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", now.prefix_queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", now.prefix_hits)
         yield self._counter("num_preemptions", "Requests put back for want of memory.", now.preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens computed or found in the cache.", now.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", now.tokens_generated)
@@ -128,6 +158,17 @@ class Metrics:
             buckets, total = histogram.samples()
             family.add_metric(list(self._labels.values()), buckets, total)
             yield family
+
+    def _cache_config(self, pool: BlockPool) -> Metric:
+        about = {
+            "block_size": str(pool.block_size),
+            "num_gpu_blocks": str(pool.num_blocks),
+            "enable_prefix_caching": str(pool.prefix_caching),
+        }
+        labels = {**self._labels, **about}
+        family = GaugeMetricFamily("vllm:cache_config_info", "What the KV cache is; always 1.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return family
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=list(self._labels))

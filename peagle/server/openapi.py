@@ -20,6 +20,7 @@ _STATUSES: Mapping[int, str] = MappingProxyType(
     {
         400: "Something about the body is wrong; `param` names the field.",
         401: "The API key is missing or wrong.",
+        403: "Pages of this origin may not use the server.",
         404: "No such model.",
         408: "The body took too long to arrive.",
         413: "The body is too large.",
@@ -177,6 +178,6 @@ def _responses(operation: _Operation, locked: bool) -> Json:
     refusals = {
         str(status): {"description": _STATUSES[status], "content": error}
         | ({"headers": {"Retry-After": {"schema": {"type": "integer"}}}} if status in _RETRY else {})
-        for status in sorted([*operation.refusals, *([401] if locked else [])])
+        for status in sorted([*operation.refusals, 401 if locked else 403])
     }
     return {"200": answer, **refusals}

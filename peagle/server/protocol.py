@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from peagle.sampling import SamplingParams
+from peagle.sampling import MAX_LOGPROBS, SamplingParams
 from peagle.server.errors import ApiError, as_unicode, shown
 
 MAX_CHOICES = 128  # answers of one request: prompts times n
@@ -14,6 +14,7 @@ MAX_MESSAGES, MAX_BIASES = 10_000, 10_000
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 32, 256, 1024  # each is looked for after every token
 
 Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompt = (
     str
@@ -24,7 +25,7 @@ Prompt = (
 # Fields of OpenAI and vLLM that are not supported -> the values besides null that ask for nothing.
 _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "best_of": (1,), "logprobs": (False,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
+        "best_of": (1,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
         "use_beam_search": (False,), "truncate_prompt_tokens": (), "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
         "add_special_tokens": (False,), "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (),
@@ -34,7 +35,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )  # fmt: skip
 _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
+        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,),
         "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
         "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
         "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
@@ -78,6 +79,13 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class SpeculationOptions(Body):
+    """Field `peagle`: what a request may say about drafts. No token of the answer depends on it."""
+
+    trace: bool | None = None  # a stream says of each token where it came from
+    drafts: bool | None = None  # false: none, in steps that no other request shares
+
+
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
@@ -98,6 +106,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    peagle: SpeculationOptions | None = None
     user: str | None = None
 
     @field_validator("logit_bias", mode="before")
@@ -112,6 +121,8 @@ class GenerationBody(Body):
     def _check_stream(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream true: leave one of them out", param="stream_options")
+        if self.wants_trace and not self.stream:
+            raise ApiError(400, "peagle.trace needs stream true: leave one of them out", param="peagle")
         return self
 
     @property
@@ -124,11 +135,26 @@ class GenerationBody(Body):
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the chunks of a stream say where each token came from."""
+        return bool(self.peagle and self.peagle.trace)
+
+    @property
+    def wants_drafts(self) -> bool:
+        """False for a request that is to be decoded plainly where that is no loss to others."""
+        return self.peagle is None or self.peagle.drafts is not False
+
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """How answer number `choice` of a prompt is sampled; `max_tokens` if the body does not say."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed + choice
-        return SamplingParams(**({"max_tokens": max_tokens} | given), seed=seed)
+        shown = {"show_drafts": self.wants_trace, "drafts": self.wants_drafts, **self.scores()}
+        return SamplingParams(**({"max_tokens": max_tokens} | given | shown), seed=seed)
+
+    def scores(self) -> dict[str, Any]:
+        """Which log-probabilities are asked for, in the words of `SamplingParams`."""
+        return {}
 
 
 class CompletionBody(GenerationBody):
@@ -137,6 +163,16 @@ class CompletionBody(GenerationBody):
     not_supported = MappingProxyType({**_NOT_SUPPORTED, "suffix": ("",)})
     prompt: Prompt
     echo: bool | None = None
+    logprobs: TopLogprobs | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _accept_false(cls, logprobs: Any) -> Any:
+        return None if logprobs is False else logprobs
+
+    def scores(self) -> dict[str, Any]:
+        """`echo` asks for those of the prompt too."""
+        return {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one."""
@@ -183,6 +219,19 @@ class ChatBody(GenerationBody):
     not_supported = MappingProxyType({**_NOT_SUPPORTED, **_NOT_SUPPORTED_CHAT})
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            message = f"top_logprobs is {self.top_logprobs} without logprobs: set logprobs to true, or leave both out"
+            raise ApiError(400, message, param="top_logprobs")
+        return self
+
+    def scores(self) -> dict[str, Any]:
+        """`logprobs` alone asks for the tokens' own."""
+        return {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     @model_validator(mode="after")
     def _settle_max_tokens(self) -> "ChatBody":

@@ -1,5 +1,6 @@
 """From answers to bodies: whole, or as server-sent events. What chat and completions differ in is their `Form`."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -11,9 +12,12 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from peagle.acceptance import AcceptanceStats
+from peagle.engine.outputs import Logprobs, ScoredToken, scored_tokens
 from peagle.engine.request import Request, RequestOutput
 from peagle.server.answers import Answers
 from peagle.server.errors import ClientGone, api_error
+from peagle.server.logprobs import Echo, TokenNames
+from peagle.server.trace import Trace
 
 DONE = "data: [DONE]\n\n"
 
@@ -21,13 +25,14 @@ DONE = "data: [DONE]\n\n"
 @dataclass(frozen=True, slots=True)
 class Form:
     """How one endpoint writes an answer: the part of a choice that holds a `whole` text, or a `piece` of it in a
-    chunk, and what a choice's first chunk says before there is text."""
+    chunk, its tokens' `logprobs`, and what a choice's first chunk says before there is text."""
 
     prefix: str  # of ids
     whole_kind: str
     chunk_kind: str
     whole: Callable[[str], dict[str, Any]]
     piece: Callable[[str], dict[str, Any]]
+    logprobs: Callable[[TokenNames, Sequence[ScoredToken]], dict[str, Any]]
     opening: Mapping[str, Any] | None = None
 
 
@@ -40,8 +45,9 @@ class Reply:
     model: str
     requests: Sequence[Request]
     choices: int
-    echoes: Sequence[str]
+    echoes: Sequence[Echo]
     wants_usage: bool
+    names: TokenNames
     number: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -52,30 +58,39 @@ class Reply:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        texts = [echo + output.text for echo, output in zip(self.echoes, outputs, strict=True)]
-        choices = [self._choice(i, self.form.whole(texts[i]), o.finish_reason) for i, o in enumerate(outputs)]
+        texts = [echo.text + output.text for echo, output in zip(self.echoes, outputs, strict=True)]
+        choices = [
+            self._choice(i, self.form.whole(texts[i]), o.finish_reason, self._scored(i, o))
+            for i, o in enumerate(outputs)
+        ]
         usage = self._usage(sum(len(o.token_ids) for o in outputs))
         return {
             **self._head(self.form.whole_kind), "choices": choices, "usage": usage,
             "peagle": speculation([o.stats for o in outputs]),
         }  # fmt: skip
 
-    async def events(self, answers: Answers) -> AsyncIterator[str]:
-        """The chunks of a stream; an error on the way becomes the last one."""
+    async def events(self, answers: Answers, traces: Sequence[Trace] = ()) -> AsyncIterator[str]:
+        """The chunks of a stream; an error on the way becomes the last one. `traces`, one for each answer, add to every
+        chunk where its tokens came from."""
         num_tokens = 0
         try:
             for index, echo in enumerate(self.echoes):
                 if self.form.opening is not None:
                     yield self._chunk(index, self.form.opening, None)
-                if echo:
-                    yield self._chunk(index, self.form.piece(echo), None)
+                if echo.text and self.requests[index].prompt_logprobs is None:
+                    yield self._chunk(index, self.form.piece(echo.text), None)
             async for index, delta in answers:
                 num_tokens += len(delta.token_ids)
+                if delta.prompt_logprobs is not None:
+                    # As long as the prompt, and as much more as there are log-probabilities: others are not to wait.
+                    yield await asyncio.to_thread(self._scored_echo, index, delta.prompt_logprobs)
+                scored = self._behind_echo(index, delta.scored)
+                about: dict[str, Any] = {"tokens": traces[index].tokens(delta)} if traces else {}
+                reason = None
                 if delta.output is not None:
-                    about = {"peagle": speculation([delta.output.stats])}
-                    yield self._chunk(index, self.form.piece(delta.text), delta.output.finish_reason, about)
-                elif delta.text:
-                    yield self._chunk(index, self.form.piece(delta.text), None)
+                    about, reason = speculation([delta.output.stats]) | about, delta.output.finish_reason
+                if delta.text or scored or about:
+                    yield self._chunk(index, self.form.piece(delta.text), reason, scored, about and {"peagle": about})
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:
@@ -87,14 +102,41 @@ class Reply:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _choice(self, index: int, part: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, **part, "logprobs": None, "finish_reason": reason}
+    def _scored(self, index: int, output: RequestOutput) -> list[ScoredToken]:
+        """All tokens of an answer that asks for log-probabilities, with those of its echo."""
+        prompt: list[ScoredToken] = []
+        if output.prompt_logprobs is not None:
+            prompt = self.echoes[index].scored(output.prompt_token_ids, output.prompt_logprobs)
+        if output.logprobs is None:
+            return prompt
+        scored = scored_tokens(output.token_ids, output.logprobs, output.text_ends)
+        return [*prompt, *self._behind_echo(index, scored)]
+
+    def _behind_echo(self, index: int, scored: Sequence[ScoredToken]) -> list[ScoredToken]:
+        return [token._replace(offset=len(self.echoes[index].text) + token.offset) for token in scored]
+
+    def _scored_echo(self, index: int, logprobs: Logprobs) -> str:
+        echo = self.echoes[index]
+        return self._chunk(
+            index, self.form.piece(echo.text), None, echo.scored(self.requests[index].prompt_ids, logprobs)
+        )
+
+    def _choice(
+        self, index: int, part: Mapping[str, Any], reason: str | None, scored: Sequence[ScoredToken] = ()
+    ) -> dict[str, Any]:
+        logprobs = self.form.logprobs(self.names, scored) if scored else None
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(
-        self, index: int, part: Mapping[str, Any], reason: str | None, about: Mapping[str, Any] | None = None
+        self,
+        index: int,
+        part: Mapping[str, Any],
+        reason: str | None,
+        scored: Sequence[ScoredToken] = (),
+        about: Mapping[str, Any] | None = None,
     ) -> str:
         usage = {"usage": None} if self.wants_usage else {}  # as OpenAI: every chunk has it, all but the last null
-        choices = [self._choice(index, part, reason)]
+        choices = [self._choice(index, part, reason, scored)]
         return _event({**self._head(self.form.chunk_kind), "choices": choices, **usage, **(about or {})})
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
@@ -105,10 +147,10 @@ class Reply:
 class EventStream(StreamingResponse):
     """A stream of events that closes its answers however it ends."""
 
-    def __init__(self, reply: Reply, answers: Answers) -> None:
+    def __init__(self, reply: Reply, answers: Answers, traces: Sequence[Trace]) -> None:
         # Proxies that hold back what they could send would undo the streaming.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(reply.events(answers), media_type="text/event-stream", headers=headers)
+        super().__init__(reply.events(answers, traces), media_type="text/event-stream", headers=headers)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -46,7 +46,10 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
     from peagle.server.metrics import Metrics
 
     _check_certificate(config)
-    _log_to_stderr()
+    _log_to_stderr(config.log_level)
+    if config.trust_remote_code:
+        message = "--trust-remote-code has no effect: code that comes with a model is never run"
+        console.print(message, style="yellow", soft_wrap=True)
     with bind(config.host, config.port) as sock:
         console.print(f"loading {model}", highlight=False, soft_wrap=True)
         began = time.perf_counter()
@@ -177,10 +180,10 @@ def _check_certificate(config: ServeConfig) -> None:
         ) from None
 
 
-def _log_to_stderr() -> None:
-    """Our own log from INFO on, that of others from WARNING on."""
+def _log_to_stderr(level: str) -> None:
+    """Our own log from a level on, that of others from WARNING on."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("peagle").setLevel(logging.INFO)
+    logging.getLogger("peagle").setLevel(level.upper())
 
 
 def _sizes(llm: "LLM") -> str:
@@ -193,5 +196,7 @@ def _announce(sock: socket.socket, name: str, config: ServeConfig, console: "Con
     host, port = sock.getsockname()[:2]
     scheme, shown = "https" if config.ssl_certfile else "http", f"[{host}]" if ":" in host else host
     console.print(f"listening at {scheme}://{shown}:{port}/v1, model {name}", highlight=False, soft_wrap=True)
+    if config.page:
+        console.print(f"to chat in a browser, open {scheme}://{shown}:{port}/", highlight=False, soft_wrap=True)
     if config.api_key is None and not ip_address(host.split("%")[0]).is_loopback:
         console.print("without --api-key, everyone who can reach this address is served", style="yellow")

@@ -20,8 +20,10 @@ from peagle.models.tokenizer import encode
 from peagle.server.answers import Answers
 from peagle.server.engine_thread import EngineThread
 from peagle.server.errors import ApiError, shown
+from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.protocol import GenerationBody
 from peagle.server.responses import EventStream, Form, Reply
+from peagle.server.trace import Trace
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ class Service:
     llm: LLM
     config: ServeConfig
     name: str
+    names: TokenNames
     created: int = field(default_factory=lambda: int(time.time()))
     worker: ThreadPoolExecutor = field(default_factory=_one_thread)
     longest_token: int = 0  # characters
@@ -47,7 +50,7 @@ class Service:
     def of(cls, engine: EngineThread, llm: LLM, config: ServeConfig, name: str) -> Self:
         """A service of a loaded model."""
         longest = max(map(len, llm.tokenizer.get_vocab()))
-        return cls(engine, llm, config, name, longest_token=longest)
+        return cls(engine, llm, config, name, TokenNames(llm.tokenizer), longest_token=longest)
 
     def check_model(self, name: str | None) -> None:
         """404 for another model than the one that is served; a body may leave it out."""
@@ -92,9 +95,10 @@ class Service:
                 f"the prompt has {len(text)} characters, more than {self.llm.max_model_len} tokens hold: shorten it"
             )
 
-    def prompt_text(self, prompt: str | Sequence[int]) -> str:
-        """The prompt as text, however it was given."""
-        return prompt if isinstance(prompt, str) else str(self.llm.tokenizer.decode(list(prompt)))
+    def echo(self, prompt: str | Sequence[int], request: Request) -> Echo:
+        """The prompt as text, however it was given; where its tokens lie in it if the request needs that."""
+        text = prompt if isinstance(prompt, str) else str(self.llm.tokenizer.decode(list(prompt)))
+        return Echo(text, () if request.prompt_logprobs is None else self.names.ends(request.prompt_ids, text))
 
     async def answer(
         self,
@@ -102,12 +106,16 @@ class Service:
         body: GenerationBody,
         requests: Sequence[Request],
         form: Form,
-        echoes: Sequence[str] = (),
+        echoes: Sequence[Echo] = (),
     ) -> Response:
         """Have the requests run; the whole answer or a stream of it."""
-        echoes = echoes or [""] * len(requests)
-        reply = Reply(form, self.name, requests, body.choices, echoes, body.wants_usage)
+        echoes = echoes or [Echo()] * len(requests)
+        reply = Reply(form, self.name, requests, body.choices, echoes, body.wants_usage, self.names)
         answers = Answers(self.engine, requests, reply.id, http.receive, self.config.request_timeout)
         if body.stream:
-            return EventStream(reply, answers)
-        return JSONResponse(reply.whole(await answers.outputs()))
+            traces = [Trace(self.llm.tokenizer) for _ in requests] if body.wants_trace else []
+            return EventStream(reply, answers, traces)
+        outputs = await answers.outputs()
+        if any(request.logprobs is not None for request in requests):  # long to write: others are not to wait
+            return await asyncio.to_thread(lambda: JSONResponse(reply.whole(outputs)))
+        return JSONResponse(reply.whole(outputs))

@@ -45,10 +45,13 @@ def load_training_target(model: str, *, dtype: torch.dtype, device: torch.device
     Raises PeagleError for a model that neither can use.
     """
     try:
-        return load_target(model, dtype=dtype, device=device)
+        if not read_spec(resolve_model(model)).sinks:
+            return load_target(model, dtype=dtype, device=device)
+        reason = "attention sinks need the engine's cache, which training does without"
+        note = reason
     except UnsupportedTarget as error:
-        target = load_hf_target(model, str(error), dtype=dtype, device=device)
-    note = "a head trained for it is served by vLLM; `peagle generate` cannot run this target"
+        reason, note = str(error), "a head trained for it is served by vLLM; `peagle generate` cannot run this target"
+    target = load_hf_target(model, reason, dtype=dtype, device=device)
     say(console, f"{target.name} is loaded through transformers: {note}")
     return target
 

@@ -50,11 +50,11 @@ def test_the_most_important_come_first():
     assert [[(s.method, s.num_drafts) for s in group] for group in groups[:2]] == [
         [(P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3)]
     ] * 2
-    assert [group[0].shape for group in groups[:4]] == [
-        "smollm2-135m", "qwen3-8b", "qwen2.5-coder-0.5b", "qwen2.5-1.5b",
+    assert [group[0].shape for group in groups[:5]] == [
+        "smollm2-135m", "qwen3-8b", "qwen2.5-coder-0.5b", "qwen2.5-1.5b", "gpt-oss-20b",
     ]  # fmt: skip
     every = [setup for group in groups for setup in group]
-    assert len(every) == len(set(every)) == len({setup.label for setup in every}) == 4 * 10
+    assert len(every) == len(set(every)) == len({setup.label for setup in every}) == 5 * 10
     assert all(len({setup.shape for setup in group}) == 1 for group in groups)
 
 
@@ -85,14 +85,16 @@ def test_shapes_are_targets_this_engine_computes(shape):
     assert parallel.parallel
     assert not serial.parallel
     assert parallel.draft_vocab_size == spec.vocab_size
-    assert serial.draft_vocab_size == (160 if shape == "tiny" else 32_000)
+    assert serial.draft_vocab_size == (160 if shape.startswith("tiny") else 32_000)
+    assert parallel.intermediate_size == (3 * spec.hidden_size if spec.moe else spec.intermediate_size)
 
 
-def test_a_random_drafter_shares_the_targets_tables(tmp_path):
+@pytest.mark.parametrize("shape", ["tiny", "tiny-gpt-oss"])
+def test_a_random_drafter_shares_the_targets_tables(tmp_path, shape):
     from benchmarks.engine_speed import dummy_drafter
     from peagle.models.target import load_target
 
-    (tmp_path / "config.json").write_text(json.dumps(hf_config("tiny")))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape)))
     target = load_target(str(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"), load_format="dummy")
     for method in (P_EAGLE, EAGLE3):
         drafter = dummy_drafter(target, method)
@@ -146,7 +148,7 @@ def test_a_row_of_windows_and_a_profile():
     assert (row.ms_per_step, row.ms_per_step_lowest, row.ms_per_step_highest) == (5.0, 4.0, 9.0)
     assert row.tokens_per_second == pytest.approx(3.94 * 2 / 0.005)
     assert (row.acceptance_length_measured, row.steps, row.gpu_busy_ms) == (3.5, 30, None)
-    engine.profiles[2] = summarise([Event("gemm", 0, 8000, "kernel")], steps=4)
+    engine.profiles[2] = (summarise([Event("gemm", 0, 8000, "kernel")], steps=4), engine.windows[2][0])
     assert _row(engine, 2, 1e9, torch.bfloat16).gpu_busy_share == 0.4
     real = Engine(Setup("tiny", P_EAGLE, 7, "real"), llm, lambda _: [], {2: windows})
     assert _row(real, 2, 1e9, torch.bfloat16).acceptance_length == 3.5

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import lossless_gpu
-from benchmarks.lossless_gpu import REFERENCE, SETTINGS, Lossless, Run, common_length, not_exercised
+from benchmarks.lossless_gpu import REFERENCE, SETTINGS, Lossless, Run, not_exercised
+from peagle.bench.lossless import common_length
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import random_prompts, tiny_llm, tiny_parts
 
@@ -28,7 +29,7 @@ def test_a_difference_is_weighed(bench, temperature):
         params = [SamplingParams(max_tokens=8, temperature=temperature, seed=i, ignore_eos=True) for i in range(3)]
         return Run(llm.generate(prompts, params), 0, 0, 1.0)
 
-    noise, mean = bench.noise(answers().outputs)
+    noise, mean = bench.judge.noise(answers().outputs)
     assert mean <= noise < 1e-4
     run, reference = answers(), answers()
     row, found = bench.compare(REFERENCE, temperature, run, reference, noise)
@@ -37,7 +38,7 @@ def test_a_difference_is_weighed(bench, temperature):
 
     for i, output in enumerate(reference.outputs):  # it says the very tokens that the engine drew
         prefix = [*output.prompt_token_ids, *output.token_ids[:4]]
-        assert bench._gap(prefix, [output.token_ids[4]] * 2, temperature, i) == pytest.approx(0, abs=1e-6)
+        assert bench.judge.gap(prefix, [output.token_ids[4]] * 2, temperature, i) == pytest.approx(0, abs=1e-6)
 
     run.outputs[1].token_ids[5] = (run.outputs[1].token_ids[5] + 1) % 96
     run.outputs[2].token_ids[2:] = []
@@ -56,7 +57,7 @@ def test_a_difference_is_weighed(bench, temperature):
 
 def test_rows_are_the_same_in_any_number(bench):
     ids = random_prompts(1, seed=3)[0] * 2
-    ways = [bench._logits(ids, 5, rows, "torch") for rows in (1, 2, 5, len(ids))]
+    ways = [bench.judge.logits(ids, 5, rows, "torch") for rows in (1, 2, 5, len(ids))]
     for way in ways[1:]:
         torch.testing.assert_close(way, ways[0], rtol=1e-4, atol=1e-4)
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from peagle.bench.profile import STEP, Event, busy_time, group_of, read_trace, summarise
-from peagle.bench.roofline import copy_bandwidth, step_cost
+from peagle.bench.roofline import copy_bandwidth, step_cost, touched_experts
 from peagle.errors import PeagleError
+from peagle.models.spec import MoESpec
 from tests.engine.tiny import tiny_spec
 
 
@@ -158,6 +159,23 @@ def test_what_a_step_must_read():
     assert cost.flops == 2 * 2 * (4 * layer + 96 * 32)
     assert cost.floor_ms(cost.num_bytes) == 1e3
     assert cost.floor_ms(1e15, peak_flops=cost.flops) == 1e3
+
+
+def test_experts_are_read_if_any_row_chooses_them_and_keys_if_a_window_reaches_them():
+    moe = MoESpec(num_experts=8, experts_per_token=2, gate_alpha=1.7, gate_limit=7.0)
+    dense, spec = tiny_spec(), tiny_spec(moe=moe, windows=(4, None, 4, None))
+    assert [touched_experts(dense, 1), touched_experts(spec, 1), touched_experts(spec, 2)] == [1, 2, 3.5]
+    assert touched_experts(spec, 1000) == pytest.approx(8)
+
+    def cost(of, requests):
+        return step_cost(of, None, 0, requests=requests, context=10.0, acceptance_length=1.0, dtype=torch.bfloat16)
+
+    expert = 4 * 3 * 32 * 48  # parameters of one in each layer
+    for requests, touched in ((1, 2), (2, 3.5)):
+        more = cost(spec, requests).target_bytes - cost(dense, requests).target_bytes
+        assert more == 2 * expert * (touched - 1)
+        assert cost(spec, requests).flops - cost(dense, requests).flops == 2 * requests * expert
+    assert cost(spec, 1).kv_bytes == cost(dense, 1).kv_bytes * (4 + 10) / 20
 
 
 def test_an_eagle3_head_is_read_once_per_draft():

@@ -102,6 +102,10 @@ SETTING = LosslessSettingRow(
     cached_tokens=0,
     acceptance_length=2.5,
 )
+OVERHEAD = {
+    "client": "a client", "interval_ms": 5.0, "tokens_per_chunk": 3, "chunks_per_second": 4200.4, "tpot_added": 0.00123,
+    "e2e_added": 0.004, "ttft_added_ms": 3.21, "client_cpu_share": 0.125,
+}  # fmt: skip
 LOSSLESS = LosslessRow(num_speculative_tokens=7, batch_size=8, temperature=0.0, prompts=50, identical=49)
 
 
@@ -161,6 +165,11 @@ def test_a_result_says_where_it_comes_from(tmp_path):
             "peer-x",
             {**PEER, "gradient_checkpointing": True, "failure": "out of memory"},
             "| tiny (checkpointed) | 8,192 | 34,073 | out of memory |  |  |  |  |  |",
+        ),
+        (
+            "client-overhead-x",
+            OVERHEAD,
+            "| a client | 3 every 15 ms | 4,200 | +0.12 % | +0.40 % | +3.2 ms | 0.12 cores |",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from transformers import LlamaConfig
 
 from peagle.drafters.head_config import EXPLICIT_KEYS, config_from_dict, config_to_dict
 from peagle.errors import PeagleError
-from peagle.models.layers import Llama3Scaling, RopeSpec
+from peagle.models.layers import Llama3Scaling, RopeSpec, YarnScaling
 from tests.drafters.conftest import CONFIG
 
 LLAMA3 = RopeSpec(
@@ -15,9 +15,14 @@ LLAMA3 = RopeSpec(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     ),
 )  # fmt: skip
+YARN = YarnScaling(
+    factor=32.0, beta_fast=16.0, beta_slow=2.0, original_max_position_embeddings=64, attention_factor=1.25,
+    truncate=False,
+)  # fmt: skip
 CONFIGS = {
     "plain": CONFIG,
     "llama3": replace(CONFIG, rope=LLAMA3),
+    "yarn": replace(CONFIG, rope=replace(LLAMA3, scaling=YARN)),
     "switches": replace(CONFIG, norm_before_fc=False, norm_before_residual=True, attention_bias=True),
     "windows": replace(
         CONFIG, layer_types=("full_attention", "sliding_attention", "full_attention"), sliding_window=16
@@ -46,11 +51,11 @@ def test_every_key_is_explicit_and_mask_ids_and_taps_agree():
     assert (raw["parallel_drafting"], raw["tie_word_embeddings"], raw["fc_norm"]) == (True, False, False)
 
 
-@pytest.mark.parametrize("name", ["plain", "llama3"])
+@pytest.mark.parametrize("name", ["plain", "llama3", "yarn"])
 def test_transformers_reads_the_same_rope(name):
     rope, parameters = CONFIGS[name].rope, LlamaConfig.from_dict(config_to_dict(CONFIGS[name])).rope_parameters
     assert parameters["rope_theta"] == rope.theta
-    assert parameters["rope_type"] == ("default" if rope.scaling is None else "llama3")
+    assert parameters["rope_type"] == {"plain": "default"}.get(name, name)
     assert rope.scaling is None or parameters["factor"] == rope.scaling.factor
 
 
@@ -118,7 +123,7 @@ def test_missing_taps_need_the_depth_of_the_target():
             {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_sliding_window": False},
             "use_sliding_window",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "expected one rule"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": 3}, "rope_scaling 3"),

@@ -61,12 +61,41 @@ class TestOnGpu:
             assert [o.token_ids for o in forced] == [o.token_ids for o in expected]
             assert sum(o.stats.num_accepted_tokens for o in forced) > 50
 
+    @pytest.mark.parametrize("ahead", [True, False])
+    def test_what_a_captured_step_shows(self, ahead: bool):
+        """Drafts and log-probabilities as the eager twin has them, and tokens as if nobody had asked."""
+        prompts = random_prompts(9, seed=1)
+        params = [
+            SamplingParams(
+                max_tokens=30, temperature=[0.0, 0.9][i % 2], seed=i, show_drafts=i % 3 > 0,
+                logprobs=[None, 0, 4][i % 3], prompt_logprobs=[None, 2][i % 2],
+            )
+            for i in range(len(prompts))
+        ]  # fmt: skip
+        bare = [SamplingParams(max_tokens=30, temperature=p.temperature, seed=p.seed) for p in params]
+        expected = tiny_llm(5, device="cuda", graphs=False).generate(prompts, bare)
+        eager, captured = (
+            tiny_llm(5, device="cuda", graphs=graphs, async_scheduling=ahead).generate(prompts, params)
+            for graphs in (False, True)
+        )
+        for a, b, plain in zip(eager, captured, expected, strict=True):
+            assert a.token_ids == b.token_ids == plain.token_ids
+            assert a.trace == b.trace
+            for one, other in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+                assert (one is None) == (other is None)
+                for left, right in zip(one or (), other or (), strict=True):
+                    assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
+                    assert [v for _, v in left.top] == pytest.approx([v for _, v in right.top], abs=1e-3)
+
     @pytest.mark.parametrize("parallel", [True, False])
-    def test_steady_decode_never_waits(self, parallel: bool):
+    @pytest.mark.parametrize("shows", [False, True])
+    def test_steady_decode_never_waits(self, parallel: bool, shows: bool):
         llm = tiny_llm(3, parallel=parallel, device="cuda")
         core = llm.core
-        params = SamplingParams(max_tokens=90, temperature=0.7, seed=0, ignore_eos=True)
-        core.run_padding(4, 3, SamplingMode(drawn=True))
+        params = SamplingParams(
+            max_tokens=90, temperature=0.7, seed=0, ignore_eos=True, show_drafts=shows, logprobs=5 if shows else None
+        )
+        core.run_padding(4, 3, SamplingMode(drawn=True, shows_drafts=shows, scores=shows))
         for i, prompt in enumerate(random_prompts(4, seed=2)):
             core.add(llm.make_request(prompt, params, index=i))
         for _ in range(4):

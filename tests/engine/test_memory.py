@@ -10,7 +10,7 @@ from peagle.drafters.eagle3 import DrafterConfig
 from peagle.engine.memory import DeviceMemory, activation_bytes, graph_bytes, plan_memory
 from peagle.errors import PeagleError
 from peagle.models.layers import RopeSpec
-from peagle.models.spec import ModelSpec
+from peagle.models.spec import ModelSpec, MoESpec
 
 GIB = 2**30
 CUDA = torch.device("cuda")
@@ -101,6 +101,15 @@ def test_activations_grow_with_what_they_are_made_of():
     assert size(3, **decodes) < size(7, **decodes)
     assert size(**decodes) < size(**decodes, kernels="torch")
     assert size(0, **prompts) == size(head=None, **prompts) < size(**prompts)
+
+
+def test_experts_hold_a_row_as_often_as_it_is_chosen():
+    def size(chosen):
+        moe = MoESpec(num_experts=32, experts_per_token=chosen, gate_alpha=1.7, gate_limit=7.0)
+        return activation_bytes(replace(SPEC, moe=moe), None, EngineConfig(), 0, torch.bfloat16)
+
+    # For each of 8192 rows a product and an output, in bfloat16, with a margin of a fifth.
+    assert size(8) - size(7) == pytest.approx(1.2 * 8192 * 2 * (12288 + 4096))
 
 
 def test_each_graph_costs_what_its_layers_do():

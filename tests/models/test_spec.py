@@ -1,12 +1,13 @@
 """Reading config.json: what is understood, in every spelling, and what is refused by name."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from peagle.errors import PeagleError
-from peagle.models.layers import Llama3Scaling
-from peagle.models.spec import ModelSpec, spec_from_hf
+from peagle.models.layers import Llama3Scaling, YarnScaling
+from peagle.models.spec import ModelSpec, MoESpec, spec_from_hf
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -26,6 +27,11 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GPT_OSS = {
+    **{key: value for key, value in LLAMA.items() if key != "rope_theta"}, "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "num_local_experts": 8,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+}  # fmt: skip
 RULE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
 
@@ -81,6 +87,48 @@ def test_both_spellings_of_rope_scaling(rope: dict[str, Any]) -> None:
     assert spec.rope.scaling == SCALING
 
 
+def test_yarn_has_the_defaults_of_transformers() -> None:
+    rule = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    scaling = read(LLAMA, rope_scaling=rule).rope.scaling
+    assert scaling == YarnScaling(
+        factor=32.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096,
+        attention_factor=pytest.approx(1.3465736), truncate=True,
+    )  # fmt: skip
+    told = {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False}
+    assert read(LLAMA, rope_scaling={**rule, **told}).rope.scaling == replace(scaling, **told)
+
+
+def test_gpt_oss() -> None:
+    spec = read(GPT_OSS)
+    assert (spec.qkv_bias, spec.o_bias, spec.sinks, spec.head_dim) == (True, True, True, 64)
+    assert spec.windows == (128, None, 128)  # every other layer
+    assert spec.moe == MoESpec(num_experts=8, experts_per_token=4, gate_alpha=1.702, gate_limit=7.0)
+    assert spec.rope.theta == 150000.0
+    told = read(
+        GPT_OSS, layer_types=["full_attention", "sliding_attention", "sliding_attention"], sliding_window=5,
+        num_experts_per_tok=2, swiglu_limit=3.0, head_dim=16, quantization_config={"quant_method": "mxfp4"},
+    )  # fmt: skip
+    assert (told.windows, told.moe.experts_per_token, told.moe.gate_limit) == ((None, 5, 5), 2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": None}, "num_local_experts None"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8"),
+        ({"layer_types": ["full_attention"]}, "each of the 3 layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"sliding_window": None}, "sliding_window None"),
+        ({"rope_scaling": None}, "no rope_scaling"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit -1.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
+    ],
+)
+def test_gpt_oss_refusals_name_the_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PeagleError, match=message):
+        read(GPT_OSS, **changes)
+
+
 def test_plain_rope_parameters() -> None:
     spec = read(LLAMA, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 7e4})
     assert spec.rope.theta == 7e4
@@ -106,12 +154,15 @@ def test_end_tokens(own: Any, generation: dict[str, Any] | None, expected: tuple
     [
         (
             {"model_type": "gemma3_text"},
-            r"model_type 'gemma3_text' is not supported: expected 'llama', 'qwen2' or 'qwen3'",
+            r"model_type 'gemma3_text' is not supported: expected 'llama', 'qwen2', 'qwen3' or 'gpt_oss'",
         ),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 is not a target"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'.*'llama3'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'.*'llama3'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "rope type 'yarn'.*without mscale"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "truncate 1"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor None"),
         ({"rope_scaling": "llama3"}, "rope_scaling 'llama3' is not an object"),

@@ -31,6 +31,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-llama3-rope": {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1},
     "qwen2": {},
     "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen2-yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "qwen3": {"head_dim": 16},
     "qwen3-tied-biases": {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
 }

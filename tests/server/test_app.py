@@ -169,8 +169,12 @@ def test_fields_that_ask_for_nothing_are_accepted(client):
 
 
 REFUSED = [
-    (CHAT, dict(logprobs=True), "logprobs"),
+    (CHAT, dict(logprobs=1), "logprobs"),
     (CHAT, dict(top_logprobs=3), "top_logprobs"),
+    (CHAT, dict(logprobs=False, top_logprobs=3), "top_logprobs"),
+    (CHAT, dict(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (CHAT, dict(logprobs=True, top_logprobs=-1), "top_logprobs"),
+    (CHAT, dict(logprobs=True, prompt_logprobs=1), "prompt_logprobs"),
     (CHAT, dict(tools=[{"type": "function"}]), "tools"),
     (CHAT, dict(tool_choice="required"), "tool_choice"),
     (CHAT, dict(response_format={"type": "json_object"}), "response_format"),
@@ -187,7 +191,10 @@ REFUSED = [
     (CHAT, dict(messages=[{"role": "user", "content": "\ud800"}]), "messages"),
     (CHAT, dict(max_tokens=3, max_completion_tokens=4), "max_tokens"),
     (CHAT, dict(max_completion_tokens=0), "max_completion_tokens"),
-    (COMPLETIONS, dict(logprobs=0), "logprobs"),
+    (COMPLETIONS, dict(logprobs=True), "logprobs"),
+    (COMPLETIONS, dict(logprobs=21), "logprobs"),
+    (COMPLETIONS, dict(logprobs=-1), "logprobs"),
+    (COMPLETIONS, dict(top_logprobs=1), "top_logprobs"),
     (COMPLETIONS, dict(best_of=2), "best_of"),
     (COMPLETIONS, dict(suffix="x"), "suffix"),
     (COMPLETIONS, dict(max_completion_tokens=3), "max_completion_tokens"),

@@ -74,8 +74,8 @@ def test_models(client):
 
 def test_errors(client):
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True)
-    assert error.value.param == "logprobs"
+        client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=21)
+    assert error.value.param == "top_logprobs"
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model="tiny", prompt="x", temperature=-1)
     assert error.value.param == "temperature"

@@ -51,4 +51,4 @@ def run_pack(drafter: PEagleDrafter, number: int, gradients: GradientBuffer | No
         loss.backward()
         if gradients is not None:
             table = torch.ones(2, 2, dtype=torch.int64, device=device)
-            gradients.add_totals(loss, torch.tensor([total, POSITIONS]), table)
+            gradients.add_totals(loss, torch.tensor([total, POSITIONS], device=device), table)

@@ -27,6 +27,7 @@ FAMILIES = {
     "mistral": {**GROUPED, "sliding_window": None},
     "gemma3_text": {**GROUPED, "sliding_window": 4},
     "gpt2": {},
+    "gpt_oss": {**GROUPED, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 SPAN = 40
 
@@ -172,6 +173,17 @@ def test_loading_falls_back_with_a_note(saved):
     assert not target.model.training
     sizes = target_sizes(saved)
     assert (sizes.hidden_size, sizes.num_layers, sizes.vocab_size, sizes.context) == (32, 5, 64, SPAN)
+
+
+def test_a_target_with_attention_sinks_is_trained_for_through_transformers(tmp_path, monkeypatch):
+    """The engine has sinks and windows in its cache; training attends without one."""
+    network("gpt_oss", **FAMILIES["gpt_oss"]).save_pretrained(tmp_path)
+    monkeypatch.setattr(hf_module, "load_tokenizer", lambda path: SimpleNamespace(chat_template=None))
+    console = Console(record=True, width=200)
+    target = load_training_target(str(tmp_path), dtype=torch.float32, device=CPU, console=console)
+    assert (target.native, read_spec(tmp_path).family) == (False, "gpt_oss")
+    assert "loaded through transformers: attention sinks need the engine's cache" in console.export_text()
+    assert target_sizes(tmp_path).num_layers == 5
 
 
 def test_models_nobody_knows_are_refused(tmp_path):

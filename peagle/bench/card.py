@@ -1,0 +1,104 @@
+"""Whether a head accepts what its card says: `acceptance.json` in its folder, the result file of an earlier run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peagle.bench.eval_rows import CardRow, GroupRow
+from peagle.bench.groups import unpack_requests
+from peagle.bench.report import read_result
+from peagle.bench.statistics import LEVEL, Interval, acceptance_length_interval, paired_ratio_difference
+from peagle.errors import PeagleError
+
+CARD_NAME = "acceptance.json"
+TOLERANCE = 0.01  # of the card's figure; less is nothing a user would notice, however sure it is
+AS_SAID, BELOW, ABOVE = "as the card says", "below the card", "above the card"
+_DRAWS = 10_000  # intervals of many figures at once need the far ends of the distribution
+
+Json = Mapping[str, Any]
+Key = tuple[str, int, float]
+
+
+def read_card(head: Path, given: Path | None) -> Json | None:
+    """The card to compare with: `given`, or the head's own; None if there is none. Raises PeagleError."""
+    path = given if given is not None else head / CARD_NAME
+    if given is None and not path.is_file():
+        return None
+    card = read_result(path)
+    rows = card["results"].get("rows", ())
+    if not rows or not all(isinstance(row, dict) and {"suite", "acceptance_length"} <= set(row) for row in rows):
+        raise PeagleError(f"{path} holds no acceptance per prompt set: give what `peagle eval` wrote")
+    return card
+
+
+def compare_with_card(
+    rows: Sequence[GroupRow], settings: Json, card: Json, head_name: str
+) -> tuple[list[CardRow], list[str]]:
+    """(a row for every figure that both have, why the other figures of the card were not compared)."""
+    said = {_key(row): row for row in card["results"]["rows"] if row.get("head") in (None, head_name)}
+    if card["settings"].get("max_tokens") != settings["max_tokens"]:
+        length = card["settings"].get("max_tokens")
+        return [], [f"the card's answers have up to {length} tokens, these {settings['max_tokens']}: add --max-tokens"]
+    pairs, notes = [], []
+    for row in rows:
+        other = said.get((row.suite, row.num_speculative_tokens, row.temperature))
+        where = f"{row.suite} K = {row.num_speculative_tokens} T = {row.temperature:g}"
+        if other is None:
+            notes.append(f"the card does not have {where}")
+        elif other["prompts"] != row.prompts or _other_prompts(row.suite, settings, card["settings"]):
+            notes.append(f"{where}: the card's prompts are others ({other['prompts']}, here {row.prompts})")
+        else:
+            pairs.append((row, other))
+    return [_compare(row, other, 1 - (1 - LEVEL) / len(pairs)) for row, other in pairs], notes
+
+
+def verdict(compared: Sequence[CardRow]) -> str:
+    """One line over all figures."""
+    if not compared:
+        return "no figure of the card could be compared"
+    below = [row for row in compared if row.verdict == BELOW]
+    if not below:
+        above = sum(row.verdict == ABOVE for row in compared)
+        return f"{AS_SAID}, within noise ({len(compared)} figures{f', {above} of them above it' if above else ''})"
+    named = [
+        f"{r.suite} K = {r.num_speculative_tokens} T = {r.temperature:g} {r.measured:.2f} against {r.card:.2f}"
+        for r in below
+    ]
+    return f"{BELOW}: {', '.join(named)}"
+
+
+def _compare(row: GroupRow, other: Json, level: float) -> CardRow:
+    here = unpack_requests(row.per_request or "")
+    card = float(other["acceptance_length"])
+    paired = other.get("per_request") is not None
+    if paired:
+        there = unpack_requests(other["per_request"])
+        difference = paired_ratio_difference(there, here, level=level, draws=_DRAWS)
+    else:
+        difference = acceptance_length_interval(*here, level=level, draws=_DRAWS).shifted(-card)
+    return CardRow(
+        suite=row.suite,
+        num_speculative_tokens=row.num_speculative_tokens,
+        temperature=row.temperature,
+        card=card,
+        measured=row.acceptance_length,
+        difference_interval=difference.rounded(),
+        paired=paired,
+        verdict=_judge(difference, TOLERANCE * card),
+    )
+
+
+def _judge(difference: Interval, tolerance: float) -> str:
+    if difference.high < -tolerance:
+        return BELOW
+    return ABOVE if difference.low > tolerance else AS_SAID
+
+
+def _other_prompts(suite: str, settings: Json, card_settings: Json) -> bool:
+    """Whether both name the hash of the set and the hashes differ."""
+    here, there = (part.get("datasets", {}).get(suite, {}).get("sha256") for part in (settings, card_settings))
+    return None not in (here, there) and here != there
+
+
+def _key(row: Json) -> Key:
+    return row["suite"], row["num_speculative_tokens"], float(row["temperature"])

@@ -1,0 +1,180 @@
+"""`peagle bench compare`: what moved from one result file to another, by how much, and whether it is noise."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from peagle.bench.report import read_result
+from peagle.bench.result_figures import Figure, Key, direction, figures_by_row
+from peagle.bench.statistics import Interval
+from peagle.errors import PeagleError
+
+REGRESSION_STATUS = 1
+# What differs between any two runs, and what is shown otherwise.
+_ALWAYS_OTHER = ("command", "seconds", "label", "out", "result_filename", "result_dir", "stopped_by", "partial")
+
+Verdict = Literal["same", "noise", "moved", "cannot tell"]
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A figure of a row in both files. `difference` is after less before; None where no interval can be had."""
+
+    row: Key
+    name: str
+    before: float
+    after: float
+    difference: Interval | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the figure moved. An interval at 95 % calls one in twenty unmoved figures moved."""
+        if self.before == self.after:
+            return "same"
+        if self.difference is None:
+            return "cannot tell"
+        return "noise" if self.difference.includes_zero else "moved"
+
+    @property
+    def telling(self) -> bool:
+        """Whether it may have got better or worse. Counts that are neither are shown on demand."""
+        return self.verdict in ("moved", "cannot tell") and direction(self.name) != 0
+
+    @property
+    def percent(self) -> float | None:
+        """Of the figure before; None where that is 0."""
+        return 100 * (self.after - self.before) / abs(self.before) if self.before else None
+
+    def worse_by(self, percent: float) -> bool:
+        """Whether it got worse by more than that, and not by noise."""
+        if self.verdict in ("same", "noise"):
+            return False
+        change = direction(self.name) * (self.after - self.before)
+        return change < 0 and (self.percent is None or abs(self.percent) > percent)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All figures that both files have, and what stands in the way of comparing them."""
+
+    changes: Sequence[Change]
+    warnings: Sequence[str]
+
+    def regressions(self, percent: float) -> list[Change]:
+        """The figures that got worse by more than `percent`."""
+        return [change for change in self.changes if change.worse_by(percent)]
+
+
+def compare(before: Json, after: Json) -> Comparison:
+    """Compare two result files. Raises PeagleError where they have no figure in common."""
+    old, new = figures_by_row(before), figures_by_row(after)
+    pairs = _matched(old, new)
+    changes = [change for first, second in pairs for change in _changes(first, old[first], new[second])]
+    if not changes:
+        raise PeagleError(
+            f"{before['name']} and {after['name']} have no row in common: compare two results of the same command"
+        )
+    alone = {
+        "first": [key for key in old if key not in dict(pairs)],
+        "second": [key for key in new if key not in dict(pairs).values()],
+    }
+    warnings = [f"only in the {which} file: {_some(keys)}" for which, keys in alone.items() if keys]
+    return Comparison(changes, [*_differences(before, after), *warnings])
+
+
+def run_compare(
+    first: Path, second: Path, console: Console, *, show_all: bool = False, fail_on_regression: float | None = None
+) -> int:
+    """Read, compare, print; the exit status of the command."""
+    if fail_on_regression is not None and not fail_on_regression >= 0:
+        raise PeagleError(f"--fail-on-regression is {fail_on_regression}: give a percentage of at least 0")
+    found = compare(read_result(first), read_result(second))
+    for warning in found.warnings:
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
+    verdicts = [change.verdict for change in found.changes]
+    shown = [change for change in found.changes if show_all or change.telling]
+    if shown:
+        console.print(_table(shown, first.name, second.name))
+    counted = ", ".join(f"{verdicts.count(v)} {v}" for v in ("same", "noise", "moved", "cannot tell") if v in verdicts)
+    console.print(f"{len(verdicts)} figures: {counted}", highlight=False, soft_wrap=True)
+    if "cannot tell" in verdicts:
+        console.print("cannot tell: the files hold neither repeats nor an interval of the figure", highlight=False)
+    if fail_on_regression is None:
+        return 0
+    worse = found.regressions(fail_on_regression)
+    for change in worse:
+        text = f"worse by more than {fail_on_regression:g} %: {' '.join(change.row)} {change.name}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return REGRESSION_STATUS if worse else 0
+
+
+def _matched(old: Mapping[Key, Any], new: Mapping[Key, Any]) -> list[tuple[Key, Key]]:
+    """Keys of the same row; where each file has one row left over, these two."""
+    pairs = [(key, key) for key in old if key in new]
+    left, right = [key for key in old if key not in new], [key for key in new if key not in old]
+    return [*pairs, (left[0], right[0])] if len(left) == len(right) == 1 else pairs
+
+
+def _changes(row: Key, old: Mapping[str, Figure], new: Mapping[str, Figure]) -> Iterator[Change]:
+    for name, figure in old.items():
+        if name in new:
+            other = new[name]
+            yield Change(row, name, figure.value, other.value, figure.difference(other))
+
+
+def _differences(before: Json, after: Json) -> Iterator[str]:
+    """What else than the code may have moved the figures."""
+    for result, which in ((before, "first"), (after, "second")):
+        rows = [row for row in result["results"].get("rows", ()) if isinstance(row, dict)]
+        if result["settings"].get("partial") or any(row.get("partial") for row in rows):
+            yield f"the {which} file is partial: its run was stopped"
+    for part in ("machine", "versions", "settings"):
+        old, new = before[part], after[part]
+        for name in dict.fromkeys((*old, *new)):
+            if name not in _ALWAYS_OTHER and old.get(name) != new.get(name):
+                yield f"{part} differ in {name}: {_short(old.get(name))} -> {_short(new.get(name))}"
+
+
+def _some(keys: Sequence[Key]) -> str:
+    """The first rows by name, and how many there are."""
+    named = ", ".join(" ".join(key) for key in keys[:3])
+    return named if len(keys) <= 3 else f"{named} and {len(keys) - 3} more"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _table(changes: Sequence[Change], first: str, second: str) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("row")
+    table.add_column("figure")
+    for heading in (first, second, "change", "95 %", ""):
+        table.add_column(heading, justify="right")
+    for change in changes:
+        interval, percent = change.difference, change.percent
+        bounds = "" if interval is None else f"[{interval.low:+.4g}, {interval.high:+.4g}]"
+        table.add_row(
+            " ".join(change.row),
+            change.name,
+            f"{change.before:.5g}",
+            f"{change.after:.5g}",
+            "" if percent is None else f"{percent:+.1f} %",
+            bounds,
+            _word(change),
+        )
+    return table
+
+
+def _word(change: Change) -> str:
+    if change.verdict != "moved":
+        return change.verdict
+    better = direction(change.name) * (change.after - change.before)
+    return "better" if better > 0 else "worse" if better < 0 else "moved"

@@ -1,0 +1,118 @@
+"""The rows of an evaluation's result file (names `eval-*` and `accuracy-*`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from peagle.bench.acceptance import SuiteAcceptance
+from peagle.bench.groups import Counts, figures, pack_requests
+
+DEFINITION = (
+    "acceptance length (AL) = 1 + accepted drafts / rounds; share at position j = rounds that accepted draft j / "
+    "rounds, so the shares add up to AL - 1; conditional share = rounds that accepted draft j / rounds that accepted "
+    "draft j - 1"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRow:
+    """Acceptance of a set (`category` and `context` are None), of one category of it, or of the rounds of it that began
+    in one bucket of context lengths, tokens of prompt and answer.
+
+    Every `..._interval` is [low, high] at 95 %, by a bootstrap over requests. `per_request` holds accepted drafts and
+    rounds of every request in the order of the set, so that two runs can be compared request by request. Figures
+    without loops leave out rounds that began in text repeating an earlier 12 tokens; they, `tokens` and `per_request`
+    are of whole sets. Of a part of a set, `prompts` are those that had a round in it.
+    """
+
+    suite: str
+    category: str | None = None
+    context: str | None = None
+    num_speculative_tokens: int
+    temperature: float
+    acceptance_length: float
+    acceptance_length_interval: Sequence[float]
+    accepted_share_per_position: Sequence[float]
+    accepted_share_per_position_interval: Sequence[Sequence[float]]
+    conditional_share_per_position: Sequence[float]
+    conditional_share_per_position_interval: Sequence[Sequence[float]]
+    prompts: int
+    rounds: int
+    acceptance_length_without_loops: float | None = None
+    looping_token_share: float | None = None
+    tokens: int | None = None
+    per_request: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccuracyRow:
+    """How many answers of a task were right, at one setting of drafts (0: none), and how many of those answers are the
+    same tokens as the ones without drafts. The interval is Wilson's at 95 %."""
+
+    task: str
+    num_speculative_tokens: int
+    temperature: float
+    correct: int
+    prompts: int
+    accuracy: float
+    accuracy_interval: Sequence[float]
+    equal_answers: int
+    outcomes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardRow:
+    """A figure of the head's card beside the one measured. `difference` is measured less card, its interval widened for
+    the number of figures compared; `paired` when it was made request by request."""
+
+    suite: str
+    num_speculative_tokens: int
+    temperature: float
+    card: float
+    measured: float
+    difference_interval: Sequence[float]
+    paired: bool
+    verdict: str
+
+
+def set_row(
+    suite: str, result: SuiteAcceptance, table: Counts, num_drafts: int, temperature: float, seed: int
+) -> GroupRow:
+    """The row of a whole set."""
+    return replace(
+        group_row(suite, table, num_drafts, temperature, seed),
+        prompts=result.prompts,
+        acceptance_length_without_loops=round(result.fresh.acceptance_length, 4),
+        looping_token_share=round(result.looping_tokens / max(result.tokens, 1), 4),
+        tokens=result.tokens,
+        per_request=pack_requests(table),
+    )
+
+
+def group_row(
+    suite: str,
+    table: Counts,
+    num_drafts: int,
+    temperature: float,
+    seed: int,
+    *,
+    category: str | None = None,
+    context: str | None = None,
+) -> GroupRow:
+    """The row of any group of requests or rounds."""
+    found = figures(table, seed=seed)
+    shares, conditional = found.share_per_position, found.conditional_per_position
+    return GroupRow(
+        suite=suite,
+        category=category,
+        context=context,
+        num_speculative_tokens=num_drafts,
+        temperature=temperature,
+        acceptance_length=round(found.acceptance_length.value, 4),
+        acceptance_length_interval=found.acceptance_length.rounded(),
+        accepted_share_per_position=[round(share.value, 4) for share in shares],
+        accepted_share_per_position_interval=[share.rounded() for share in shares],
+        conditional_share_per_position=[round(share.value, 4) for share in conditional],
+        conditional_share_per_position_interval=[share.rounded() for share in conditional],
+        prompts=found.requests,
+        rounds=found.rounds,
+    )

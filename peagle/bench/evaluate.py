@@ -1,0 +1,114 @@
+"""`peagle eval`: acceptance of a head on prompt sets, whether drafts change an answer, whether the card is right."""
+
+import hashlib
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from peagle.bench.accuracy import Task, load_task
+from peagle.bench.answer_meter import AnswerMeter
+from peagle.bench.card import BELOW, compare_with_card, read_card, verdict
+from peagle.bench.eval_rows import DEFINITION
+from peagle.bench.eval_tables import print_tables, wide_console
+from peagle.bench.evaluation import Evaluation, Found
+from peagle.bench.prompt_sets import NamedSet, load_sets
+from peagle.bench.report import check_result_path, read_result, write_result
+from peagle.bench.sandbox import confinement
+from peagle.bench.settings import EvalConfig
+from peagle.devices import resolve_device, resolve_dtype
+from peagle.drafters.checkpoint import load_drafter, resolve_head
+from peagle.engine.speculation import check_depth, trained_depth
+from peagle.models.target import load_target
+from peagle.models.weights import weight_files
+
+NOT_AS_EXPECTED_STATUS = 1  # below the card, or an answer that drafts changed for no reason that rounding explains
+
+
+def run_eval(
+    head: str, model: str, config: EvalConfig, console: Console, *, out: Path | None = None, card: Path | None = None
+) -> int:
+    """Measure, print, write the result file; the exit status of the command.
+
+    Raises PeagleError for bad input before anything is loaded. After Ctrl-C what is finished is in the file, marked
+    partial, and KeyboardInterrupt goes on.
+    """
+    path = resolve_head(head)
+    sets = load_sets(config.prompt_sets, config.limit)
+    tasks = [load_task(name, config.limit) for name in config.accuracy]
+    said = read_card(path, card) if sets else None
+    name = path.resolve().name
+    out = out or Path(f"eval-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
+    check_result_path(out)
+    if "humaneval" in config.accuracy:
+        warning = f"--run-code: programs that the model wrote will run here, confined by {confinement()}"
+        console.print(warning, style="yellow", markup=False, soft_wrap=True)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    for k in config.k:
+        check_depth(k, trained_depth(path))
+    target = load_target(model, dtype=dtype, device=device)
+    drafter = load_drafter(path, target.model, target.spec, dtype=dtype, device=device, target_name=target.name)
+    settings = {
+        "command": shlex.join(["peagle", *sys.argv[1:]]),
+        "head": name,
+        "head_sha256": " ".join(_sha256(file) for file in weight_files(path)),
+        "head_kind": drafter.config.kind,
+        "target": target.name,
+        **asdict(config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "datasets": {s.name: {"sha256": s.sha256, "prompts": len(s.rows)} for s in sets},
+        "definition": DEFINITION,
+    }
+    meter = AnswerMeter(console, _answers(config, sets, tasks))
+    evaluation = Evaluation(target, drafter, sets, tasks, config, device, meter)
+
+    def save(*, partial: bool) -> None:
+        seconds = round(meter.seconds, 1)
+        write_result(out, out.stem, {**settings, "partial": partial, "seconds": seconds}, evaluation.found.results())
+
+    try:
+        with meter:
+            evaluation.run(lambda: save(partial=True))
+    except KeyboardInterrupt:
+        save(partial=True)
+        meter.say(f"Stopped: what was finished is in {out}, marked partial")
+        raise
+    notes: list[str] = []
+    if said is not None:
+        evaluation.found.card, notes = compare_with_card(evaluation.found.rows, settings, said, name)
+    save(partial=False)
+    print_tables(wide_console(), read_result(out))
+    return _conclude(evaluation.found, said is not None, notes, meter, out)
+
+
+def _conclude(found: Found, has_card: bool, notes: Sequence[str], meter: AnswerMeter, out: Path) -> int:
+    """The last lines, and the exit status."""
+    for note in notes:
+        meter.say(f"not compared: {note}")
+    if found.rows:
+        meter.say(verdict(found.card) if has_card else "the head has no acceptance.json to compare with")
+    unexplained = [row for row in found.lossless if not row.explained]
+    if unexplained:
+        meter.say("NOT LOSSLESS: answers with drafts differ from those without by more than rounding explains")
+    meter.say(f"wrote {out} after {meter.seconds:,.0f} s")
+    return NOT_AS_EXPECTED_STATUS if unexplained or any(row.verdict == BELOW for row in found.card) else 0
+
+
+def _answers(config: EvalConfig, sets: Sequence[NamedSet], tasks: Sequence[Task]) -> int:
+    """How many answers a run makes, for the time left."""
+    share = math.ceil(config.lossless_prompts / max(len(sets), 1))
+    drafted = len(config.k) * sum(len(s.rows) for s in sets)
+    plain = sum(min(share, len(s.rows)) for s in sets)
+    return len(config.temperatures) * (drafted + plain) + 2 * sum(len(task.questions) for task in tasks)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,160 @@
+"""The figures of any result file, each with what the file has to say how sure it is."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.bench.groups import unpack_requests
+from peagle.bench.statistics import (
+    Interval,
+    interval_difference,
+    mean_difference,
+    paired_ratio_difference,
+    ratio_difference,
+    repeats_difference,
+)
+
+Json = Mapping[str, Any]
+Key = tuple[str, ...]
+
+# Numbers that say which row it is; texts and switches do too, but for the ones that were measured.
+_IDENTIFYING = frozenset(
+    {"num_speculative_tokens", "temperature", "concurrency", "batch_size", "k", "positions", "chunk_rows", "segments",
+     "max_tokens", "request_rate"}
+)  # fmt: skip
+_MEASURED = frozenset(
+    {"verdict", "per_request", "tokens_from", "source", "partial", "explained", "out_of_memory", "paired", "failure"}
+)
+_NO_ROWS = frozenset({"requests", "divergences", "card"})  # lists of single cases, and what compares already
+_HIGHER = frozenset(
+    {"second", "throughput", "goodput", "ratio", "speedup", "acceptance", "accepted", "conditional", "position",
+     "accuracy", "correct", "identical", "equal", "utilisation"}
+)  # fmt: skip
+_LOWER = frozenset({"ms", "seconds", "gib", "latency", "failed", "unfinished", "floor", "gap", "loss", "wait"})
+_NEUTRAL = frozenset({"std", "floor_ms", "prompts", "rounds", "tokens", "draft_tokens", "accepted_tokens"})
+_SUFFIXES = ("_interval", "_repeats")
+_FEW = 3  # repeats from which Student's t says something
+_FEW_REQUESTS = 10  # a bootstrap of fewer knows too little of how unlike requests are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One number of a result. `pairs` are accepted drafts and rounds by request, `sample` a latency by request,
+    `prompts` the hash of the prompts if the file has it."""
+
+    value: float
+    interval: Interval | None = None
+    repeats: Sequence[float] = ()
+    pairs: tuple[list[int], list[int]] | None = None
+    sample: Sequence[float] = ()
+    prompts: str | None = None
+
+    def difference(self, other: "Figure") -> Interval | None:
+        """`other` less this with its interval; None where the files do not say how sure they are."""
+        if self.pairs is not None and other.pairs is not None:
+            same = self.prompts is not None and self.prompts == other.prompts
+            if same and len(self.pairs[0]) == len(other.pairs[0]):
+                return paired_ratio_difference(self.pairs, other.pairs)
+            return ratio_difference(self.pairs, other.pairs)
+        if min(len(self.repeats), len(other.repeats)) >= _FEW:
+            return repeats_difference(self.repeats, other.repeats)
+        if self.interval is not None and other.interval is not None:
+            return interval_difference(self.interval, other.interval)
+        if self.sample and other.sample:
+            return mean_difference(self.sample, other.sample)
+        return None
+
+
+def direction(name: str) -> int:
+    """1 where more is better, -1 where less is, 0 where neither is known."""
+    base = name.split("[")[0]
+    words = set(base.replace(".", "_").split("_"))
+    if base.rsplit(".", 1)[-1] in _NEUTRAL or base in _NEUTRAL:
+        return 0
+    return 1 if words & _HIGHER else -1 if words & _LOWER else 0
+
+
+def figures_by_row(result: Json) -> dict[Key, dict[str, Figure]]:
+    """The figures of every row of a result file, by what identifies the row."""
+    found: dict[Key, dict[str, Figure]] = {}
+    lists = {name: rows for name, rows in result["results"].items() if name not in _NO_ROWS}
+    for name, rows in lists.items():
+        table = rows if isinstance(rows, list) else [rows]
+        for row in table:
+            if not isinstance(row, dict):
+                continue
+            key = (*(() if name == "rows" else (name,)), *_identity(row))
+            while key in found:  # rows that nothing tells apart: by their place
+                key = (*key, "again")
+            found[key] = dict(_figures(row, result))
+    return found
+
+
+def _identity(row: Json) -> Iterator[str]:
+    for name, value in row.items():
+        if name in _MEASURED or value is None:
+            continue
+        if isinstance(value, str | bool):
+            yield value if isinstance(value, str) else f"{name}={value}"
+        elif name in _IDENTIFYING:
+            short = {"num_speculative_tokens": "K", "temperature": "T"}.get(name, name)
+            yield f"{short}={value:g}"
+
+
+def _figures(row: Json, result: Json) -> Iterator[tuple[str, Figure]]:
+    flat = dict(_flatten(row))
+    prompts = result["settings"].get("datasets", {}).get(row.get("suite"), {}).get("sha256")
+    enough = not 0 < row.get("prompts", _FEW_REQUESTS) < _FEW_REQUESTS
+    for name, value in flat.items():
+        ending = name.rsplit(".", 1)[-1].split("[")[0]
+        if ending in _IDENTIFYING or ending.endswith(_SUFFIXES):
+            continue
+        pairs = None
+        if name == "acceptance_length" and isinstance(row.get("per_request"), str) and enough:
+            pairs = unpack_requests(row["per_request"])
+        yield (
+            name,
+            Figure(
+                value=value,
+                interval=_interval(name, row, value) if enough else None,
+                repeats=row.get(f"{name}_repeats") or (),
+                pairs=pairs,
+                sample=_sample(name, result),
+                prompts=prompts,
+            ),
+        )
+
+
+def _flatten(row: Json, before: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a row with its path; of lists of numbers every place, counted from 1."""
+    for name, value in row.items():
+        path = before + name
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, int | float):
+            yield path, float(value)
+        elif isinstance(value, dict):
+            yield from _flatten(value, f"{path}.")
+        elif isinstance(value, list):
+            numbers = {f"{path}[{place}]": item for place, item in enumerate(value, 1)}
+            yield from ((p, float(n)) for p, n in numbers.items() if isinstance(n, int | float))
+
+
+def _interval(name: str, row: Json, value: float) -> Interval | None:
+    """That of the field NAME_interval; of a place of a list, NAME_interval has one for each."""
+    base, _, place = name.partition("[")
+    given = row.get(f"{base}_interval")
+    if given and place:
+        given = given[int(place.rstrip("]")) - 1]
+    if not given or not all(isinstance(end, int | float) for end in given):
+        return None
+    return Interval(value, float(given[0]), float(given[1]))
+
+
+def _sample(name: str, result: Json) -> list[float]:
+    """A latency by request, for its mean: load tests keep their requests."""
+    parts = name.split(".")
+    if parts[0] != "latency_ms" or parts[-1] != "mean":
+        return []
+    requests = result["results"].get("requests") or []
+    return [r[f"{parts[1]}_ms"] for r in requests if isinstance(r.get(f"{parts[1]}_ms"), int | float)]

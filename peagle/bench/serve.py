@@ -1,0 +1,213 @@
+"""`peagle bench serve`: check the server, put the load on it, report, save."""
+
+import asyncio
+import gc
+import hashlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.bench.client import Answer, stamp_sending
+from peagle.bench.counters import DEFINITION, Counters, acceptance
+from peagle.bench.latency import DEFINITIONS, gaps, summarise
+from peagle.bench.load import Load, extra_fields, run_load
+from peagle.bench.load_progress import LoadProgress
+from peagle.bench.server_info import ServerInfo, read_counters, read_server
+from peagle.bench.sets import PromptSet, load_prompts
+from peagle.bench.settings import BenchServeConfig
+from peagle.errors import PeagleError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import aiohttp
+    from rich.console import Console
+
+FAILED_STATUS = 1  # some requests failed; the figures are those of the others
+_KEEP_ALIVE = 4.0  # seconds; below the 5 after which usual servers close, so that none is closed under a request
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A load and what was read around it."""
+
+    load: Load
+    prompts: PromptSet
+    server: ServerInfo
+    before: Counters | None
+    after: Counters | None
+
+    def results(self, config: BenchServeConfig) -> dict[str, Any]:
+        """The part of a result file that was measured."""
+        answers = self.load.answers
+        row = {
+            "model": self.server.model,
+            "dataset": config.dataset_name,
+            "partial": self.load.stopped_by is not None,
+            **summarise(self.load, config),
+            "acceptance": acceptance(answers, self.before, self.after),
+        }
+        requests = [_request_row(answer, config.save_detailed) for answer in answers]
+        return {"rows": [row], "requests": requests}
+
+
+def run_bench_serve(config: BenchServeConfig, console: "Console | None" = None) -> int:
+    """Measure, print the report, save it if asked to or if the run was cut short. The exit status of the command.
+
+    Raises PeagleError for what is wrong before the load begins.
+    """
+    from rich.console import Console
+
+    from peagle.bench.serve_view import print_report
+
+    console = console or Console(stderr=True)
+    measured = measure(config, console)
+    results = measured.results(config)
+    print_report(Console(), results["rows"][0], config)
+    stopped = measured.load.stopped_by
+    if config.save_result or config.save_detailed or config.result_filename or stopped is not None:
+        path = _result_path(config, measured)
+        _save(path, config, measured, results)
+        console.print(f"{'partial results' if stopped else 'results'}: {path}", highlight=False, soft_wrap=True)
+    if stopped is not None:
+        return 128 + stopped
+    return 0 if results["rows"][0]["failed"] == 0 else FAILED_STATUS
+
+
+def measure(config: BenchServeConfig, console: "Console") -> Measured:
+    """Put the load on the server. Raises PeagleError before it begins, never in the middle."""
+    if find_spec("aiohttp") is None:
+        raise PeagleError("the load generator needs aiohttp: pip install 'peagle[bench]'")
+    extra_fields(config)
+    prompts = load_prompts(config)
+    if prompts.prompts and prompts.prompts[0].token_ids and config.path.endswith("/chat/completions"):
+        raise PeagleError("random tokens are no conversation: leave --backend out, or give openai")
+    for warning in prompts.warnings:
+        console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+    return asyncio.run(_measure(config, prompts, console))
+
+
+async def _measure(config: BenchServeConfig, prompts: PromptSet, console: "Console") -> Measured:
+    count = len(prompts.prompts)
+    async with _session(config) as session:
+        server = await read_server(session, config)
+        if config.num_warmups:
+            warmups = [prompts.prompts[n % count] for n in range(config.num_warmups)]
+            with LoadProgress(console, "warm-up", len(warmups)) as on_done:
+                warmed = await run_load(session, config, server.model, warmups, on_done)
+            _check_warm(warmed)
+        await _open_connections(session, config, min(count, config.max_concurrency or count))
+        before = await read_counters(session, config)
+        with LoadProgress(console, "requests", count) as on_done, _no_long_collections():
+            load = await run_load(session, config, server.model, prompts.prompts, on_done)
+        return Measured(load, prompts, server, before, await read_counters(session, config))
+
+
+def _check_warm(load: Load) -> None:
+    if load.stopped_by is not None:
+        raise KeyboardInterrupt
+    failed = next((answer for answer in load.answers if not answer.whole), None)
+    if failed is not None:
+        raise PeagleError(f"a warm-up request failed ({failed.failure}: {failed.detail}): nothing was measured")
+
+
+@asynccontextmanager
+async def _session(config: BenchServeConfig) -> "AsyncIterator[aiohttp.ClientSession]":
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, headers=headers, trace_configs=[stamp_sending()]
+    ) as session:
+        yield session
+
+
+async def _open_connections(session: "aiohttp.ClientSession", config: BenchServeConfig, count: int) -> None:
+    """Connect before the clock runs: what many handshakes take is not time to a first token."""
+    await asyncio.gather(*(read_counters(session, config) for _ in range(min(count, 512))))
+
+
+@contextmanager
+def _no_long_collections() -> Iterator[None]:
+    """Leave what is there already out of garbage collection, which would hold up every stream."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _request_row(answer: Answer, detailed: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": answer.id, "category": answer.category, "finish_reason": answer.finish_reason}
+    if not answer.whole:
+        end = {"failure": answer.failure, "detail": answer.detail}
+        return row | (end if answer.failure is not None else {"failure": None, "unfinished": True})
+    tpot = answer.tpot
+    row |= {
+        "prompt_tokens": answer.prompt_tokens,
+        "output_tokens": answer.tokens,
+        "ttft_ms": 1000 * answer.ttft,
+        "tpot_ms": None if tpot is None else 1000 * tpot,
+        "e2el_ms": 1000 * answer.e2e,
+    }
+    if answer.stats is not None:
+        row["acceptance"] = asdict(answer.stats)
+    if detailed:
+        row |= {"text": "".join(answer.text), "chunk_gaps_ms": [1000 * gap for gap in gaps(answer.chunks)]}
+    return row
+
+
+def _result_path(config: BenchServeConfig, measured: Measured) -> Path:
+    folder = Path(config.result_dir or ".")
+    if config.result_filename:
+        return folder / config.result_filename
+    model = measured.server.model.rstrip("/").rsplit("/", 1)[-1]
+    return folder / f"serve-{model}-{config.dataset_name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+
+
+def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dict[str, Any]) -> None:
+    from peagle.bench.report import write_result
+
+    given: dict[str, Any] = asdict(config) | {"api_key": None}  # a secret
+    given |= {name: value if value != float("inf") else "inf" for name, value in given.items()}  # JSON has no infinity
+    dataset = measured.prompts
+    settings = {
+        "command": _command(sys.argv),
+        **given,
+        "url": config.server + config.path,
+        "prompts": {
+            "source": dataset.source, "rows": dataset.rows, "sent": len(dataset.prompts), "sha256": dataset.digest,
+            "file_sha256": _file_digest(config.dataset_path), "warnings": list(dataset.warnings),
+        },
+        "server": {"version": measured.server.version, "models": measured.server.models},
+        "definitions": {**DEFINITIONS, "acceptance": DEFINITION},
+        "stopped_by": None if measured.load.stopped_by is None else measured.load.stopped_by.name,
+    }  # fmt: skip
+    write_result(path, path.stem, settings, results)
+
+
+def _file_digest(path: str | None) -> str | None:
+    if path is None or not Path(path).is_file():
+        return None
+    with Path(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command line without its key."""
+    shown = list(arguments[1:])
+    for index, argument in enumerate(shown):
+        if argument == "--api-key" and index + 1 < len(shown):
+            shown[index + 1] = "..."
+        elif argument.startswith("--api-key="):
+            shown[index] = "--api-key=..."
+    return shlex.join(["peagle", *shown])

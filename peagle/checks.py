@@ -1,0 +1,45 @@
+"""Checks of settings: each raises a PeagleError that says the setting, its value and what it may be."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from peagle.errors import PeagleError
+
+
+def check_choice(config: object, name: str, *choices: str) -> None:
+    """One of the choices."""
+    value = getattr(config, name)
+    if value not in choices:
+        raise PeagleError(f"{name} {value!r} is not known: use {', '.join(choices[:-1])} or {choices[-1]}")
+
+
+def _check(config: object, names: tuple[str, ...], holds: Callable[[Any], bool], expected: str) -> None:
+    """None stands for a setting left out. Conditions are such that a NaN fulfils none."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not holds(value):
+            raise PeagleError(f"{name} is {value}: it must be {expected}")
+
+
+def check_at_least(config: object, least: int, *names: str) -> None:
+    """Whole numbers, `least` or more."""
+    _check(
+        config, names, lambda value: isinstance(value, int) and value >= least, f"a whole number of at least {least}"
+    )
+
+
+def check_between(config: object, least: int, most: int, *names: str) -> None:
+    """Numbers from `least` to `most`."""
+    _check(config, names, lambda value: least <= value <= most, f"in {least} .. {most}")
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Finite numbers above 0."""
+    _check(config, names, lambda value: math.isfinite(value) and value > 0, "finite and above 0")
+
+
+def check_share(config: object, interval: str, *names: str) -> None:
+    """Numbers in an interval of 0 and 1, such as "(0, 1]"."""
+    ends = (0,) * (interval[0] == "[") + (1,) * (interval[-1] == "]")
+    _check(config, names, lambda value: 0 < value < 1 or value in ends, f"in {interval}")

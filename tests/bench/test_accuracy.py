@@ -1,0 +1,101 @@
+"""How answers are read and marked: code out of Markdown, numbers out of text."""
+
+import json
+from decimal import Decimal
+
+import pytest
+
+from peagle.acceptance import AcceptanceStats
+from peagle.bench.accuracy import (
+    NO_ANSWER,
+    RIGHT,
+    WRONG,
+    Question,
+    Task,
+    answer_number,
+    load_task,
+    mark,
+    mark_number,
+    program,
+)
+from peagle.bench.prompt_sets import load_sets, shipped_file
+from peagle.bench.sandbox import FAILED, PASSED, run_programs
+from peagle.engine.request import RequestOutput
+
+KEY = {
+    "entry_point": "double",
+    "stub": 'import math\n\ndef half(x):\n    return x / 2\n\ndef double(x):\n    """Twice."""\n',
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone.", PASSED),
+        ("```\nprint(1)\n```\nthen\n```py\ndef double(x):\n    return 2 * x\n```", PASSED),
+        ("```python\ndef double(x):\n    return int(half(x) * 4)\n", PASSED),  # cut off; uses the stub's helper
+        ("    return math.floor(2 * x)\n", PASSED),
+        ("return 2 * x", PASSED),
+        ("```python\nreturn 2 * x\n```", PASSED),
+        ("```python\ndef double(x):\n    return x\n```", FAILED),
+        ("I cannot do that.", FAILED),
+        ("", FAILED),
+        ("```python\ndef double(x):\n    return 2 * x\ndef check(candidate):\n    pass\n```\n", PASSED),
+        ("```python\ndef double(x):\n    return 0\ndef check(candidate):\n    pass\n```\n", FAILED),  # ours comes last
+    ],
+)
+def test_code_is_found_in_an_answer(text, outcome):
+    assert run_programs([program(KEY, text)]) == [outcome]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so she makes $18 a day.", "18"),
+        ("16 - 7 = 9, times 2 is 18.", "18"),
+        ("#### 1,234\nThat was 3 steps.", "1234"),
+        (r"The answer is \boxed{42}, of 50.", "42"),
+        ("It is -3.50", "-3.50"),
+        ("nothing", None),
+        ("$70,000.", "70000"),
+    ],
+)
+def test_a_number_is_found_in_an_answer(text, number):
+    assert answer_number(text) == (None if number is None else Decimal(number))
+
+
+def test_numbers_are_compared_by_value():
+    assert mark_number("18", "18.00 dollars") == RIGHT
+    assert mark_number("1234", "1,234") == RIGHT
+    assert mark_number("18", "19") == WRONG
+    assert mark_number("18", "none") == NO_ANSWER
+
+
+def output(text, tokens):
+    return RequestOutput("", [1], text, tokens, "stop", AcceptanceStats(), [], 0.0)
+
+
+def test_both_ways_are_marked_and_equal_answers_counted():
+    task = Task("gsm8k", tuple(Question([], {"answer": answer}) for answer in ("1", "2", "3")))
+    plain = [output("1", [1]), output("2", [2]), output("9", [9])]
+    drafted = [output("1", [1]), output("7", [7]), output("3", [3])]
+    with_drafts, without = mark(task, drafted, plain, 5)
+    assert (with_drafts.num_speculative_tokens, with_drafts.correct, with_drafts.equal_answers) == (5, 2, 1)
+    assert (without.num_speculative_tokens, without.correct, without.outcomes) == (0, 2, {RIGHT: 2, WRONG: 1})
+    low, high = without.accuracy_interval
+    assert low <= 0.6667 <= high
+
+
+def test_every_question_has_its_key():
+    for name, count in (("humaneval", 164), ("gsm8k", 1319)):
+        task = load_task(name)
+        assert len(task.questions) == count
+        if name == "humaneval":
+            assert all(q.key["stub"].strip() in q.messages[0]["content"] for q in task.questions)
+            assert all(f"def {q.key['entry_point']}" in q.key["stub"] for q in task.questions)
+        else:
+            assert all(answer_number(q.key["answer"]) is not None for q in task.questions)
+    assert len(load_task("gsm8k", 3).questions) == 3
+    ids = [json.loads(line)["id"] for line in shipped_file("gsm8k_answers.jsonl").read_text().splitlines()]
+    assert ids == [row.id for row in load_sets(["gsm8k"])[0].rows]

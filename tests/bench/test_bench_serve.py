@@ -1,0 +1,217 @@
+"""`peagle bench serve` against a server that misbehaves on demand."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from peagle.bench.report import read_result
+from peagle.bench.serve import FAILED_STATUS, run_bench_serve
+from peagle.bench.settings import BenchServeConfig
+from peagle.bench.tables import render_block
+from peagle.errors import PeagleError
+from tests.bench.fake_api import TOKENS, fake_api
+from tests.test_cli import environment
+
+QUIET = Console(quiet=True)
+
+
+def custom(folder, *prompts):
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return {"dataset_name": "custom", "dataset_path": str(path), "shuffle": False}
+
+
+def bench(api, folder, **settings):
+    """(exit status, result file) of a run."""
+    chosen = {"base_url": api.url, "result_dir": str(folder), "result_filename": "out.json", **settings}
+    status = run_bench_serve(BenchServeConfig(**chosen), QUIET)
+    return status, read_result(folder / "out.json")
+
+
+def test_a_whole_run(tmp_path, capsys):
+    prompts = [f"question {n}" for n in range(12)]
+    with fake_api(per_chunk=2) as api:
+        settings = {"max_concurrency": 3, "num_warmups": 2, "goodput": "e2el:10000", "save_detailed": True}
+        status, result = bench(api, tmp_path, **custom(tmp_path, *prompts), **settings)
+    row = result["results"]["rows"][0]
+    assert status == 0
+    assert (row["completed"], row["failed"], row["partial"]) == (12, 0, False)
+    assert row["output_tokens"] == 12 * len(TOKENS)
+    assert row["prompt_tokens"] == 12 * 3
+    assert row["peak_concurrency"] == api.peak == 3
+    assert row["goodput"]["good"] == 12
+    assert row["acceptance"]["source"] == "counters"
+    assert (row["acceptance"]["rounds"], row["acceptance"]["acceptance_length"]) == (48, 2.5)  # warm-ups left out
+    assert row["acceptance"]["per_position"] == [0.75, 0.5, 0.25]
+    assert row["tokens_per_chunk"] == 2
+    assert 10 <= row["latency_ms"]["ttft"]["p50"] < 1000
+    assert re.search(
+        r"\| tiny \| custom \| 3 \| \*\*[\d.,]+\*\* \| .* \| 2.50 \| 12 \| 0 \|", render_block("serve-x", result)
+    )
+    settings = result["settings"]
+    assert settings["server"] == {"version": "1.2.3", "models": [{"id": "tiny"}]}
+    assert settings["prompts"]["sent"] == 12
+    assert re.fullmatch("[0-9a-f]{64}", settings["prompts"]["sha256"])
+    requests = result["results"]["requests"]
+    assert [request["id"] for request in requests] == [f"prompts.jsonl:{n + 1}" for n in range(12)]
+    assert {request["text"] for request in requests} == {"".join(TOKENS)}
+    sent = [body["messages"][0]["content"] for body in api.bodies]
+    assert sorted(sent[2:]) == sorted(prompts)
+    shown = capsys.readouterr().out
+    assert "acceptance length   2.500 (the server's counters" in shown
+    assert "1 + accepted drafts / rounds" in shown
+    assert "12 of 12 requests" in shown
+
+
+def test_failures_are_counted_by_kind_and_averaged_nowhere(tmp_path, capsys):
+    prompts = [
+        "good", "status 500", "status 500", "status 400", "disconnect", "error", "garbage", "cut", "empty", "abort",
+        "hang", "html",
+    ]  # fmt: skip
+    with fake_api(metrics=False) as api:
+        status, result = bench(api, tmp_path, **custom(tmp_path, *prompts), timeout=1.0)
+    row = result["results"]["rows"][0]
+    assert status == FAILED_STATUS
+    assert row["failures"] == {
+        "HTTP 500": 2, "HTTP 400": 1, "disconnect": 2, "error in the stream": 1, "unreadable answer": 2,
+        "empty answer": 1, "aborted": 1, "timeout": 1,
+    }  # fmt: skip
+    assert (row["completed"], row["failed"]) == (1, 11)
+    assert row["output_tokens"] == len(TOKENS)
+    assert row["latency_ms"]["e2el"]["p99"] < 1000
+    assert render_block("serve-x", result).splitlines()[2].endswith("| – | 1 | 11 |")
+    details = {request["id"].split(":")[1]: request["detail"] for request in result["results"]["requests"][1:]}
+    assert details["2"] == "as you wish"
+    assert details["6"] == "the engine fell over"
+    assert "{not json" in details["7"]
+    assert row["acceptance"] is None
+    shown = capsys.readouterr().out
+    assert "FAILED: 11 (2 x HTTP 500" in shown
+    assert "\n  HTTP 400: as you wish\n" in shown
+    assert "acceptance: not reported by this server" in shown
+
+
+def test_every_request_fails(tmp_path, capsys):
+    with fake_api(metrics=False) as api:
+        status, result = bench(api, tmp_path, **custom(tmp_path, "status 503", "status 503"))
+    assert status == FAILED_STATUS
+    assert result["results"]["rows"][0]["failures"] == {"HTTP 503": 2}
+    assert render_block("serve-x", result).splitlines()[2].endswith("| – | – | – | – | – | 0 | 2 |")
+    shown = capsys.readouterr().out
+    assert "no request was completed" in shown
+    assert "TTFT" not in shown
+
+
+def test_a_server_without_usage(tmp_path):
+    with fake_api() as api:
+        _, result = bench(api, tmp_path, **custom(tmp_path, "no usage"))
+    row = result["results"]["rows"][0]
+    assert (row["tokens_from"], row["output_tokens"]) == ("chunks", len(TOKENS))
+
+
+def test_completions_and_random_tokens(tmp_path):
+    with fake_api() as api:
+        bench(api, tmp_path, **custom(tmp_path, "plain"), backend="openai")
+        bench(api, tmp_path, dataset_name="random", num_prompts=2, random_input_len=5)
+        assert [body["prompt"] for body in api.bodies[:1]] == ["plain"]
+        assert [len(body["prompt"]) for body in api.bodies[1:]] == [5, 5]
+        with pytest.raises(PeagleError, match="random tokens are no conversation"):
+            bench(api, tmp_path, dataset_name="random", backend="openai-chat")
+
+
+def test_the_server_is_asked_first(tmp_path):
+    with fake_api(models=("a", "b"), key="secret") as api:
+        ask = custom(tmp_path, "x")
+        with pytest.raises(PeagleError, match=r"refuses the key \(HTTP 401\): give --api-key"):
+            bench(api, tmp_path, **ask)
+        with pytest.raises(PeagleError, match="serves a, b: choose one with --model"):
+            bench(api, tmp_path, **ask, api_key="secret")
+        with pytest.raises(PeagleError, match=r"model 'c' is not served at .*: there is a, b"):
+            bench(api, tmp_path, **ask, api_key="secret", model="c")
+        assert not api.bodies
+        status, result = bench(api, tmp_path, **ask, api_key="secret", model="b")
+        assert status == 0
+        assert api.bodies[0]["model"] == "b"
+    assert "secret" not in json.dumps(result)
+    with pytest.raises(PeagleError, match=r"no server answers at .*peagle serve MODEL.*--base-url"):
+        bench(api, tmp_path, **ask, api_key="secret")
+
+
+def test_what_is_no_api(tmp_path):
+    with fake_api() as api, pytest.raises(PeagleError, match="/v1/models answers HTTP 404"):
+        bench(api, tmp_path, **custom(tmp_path, "x"), **{"base_url": api.url + "/elsewhere"})
+
+
+def test_a_failed_warm_up_stops_the_run(tmp_path):
+    with fake_api() as api, pytest.raises(PeagleError, match=r"warm-up request failed \(HTTP 500: as you wish\)"):
+        bench(api, tmp_path, **custom(tmp_path, "status 500"), num_warmups=1)
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("peagle.bench.serve.find_spec", lambda name: None)
+    with pytest.raises(PeagleError, match=r"pip install 'peagle\[bench\]'"):
+        run_bench_serve(BenchServeConfig(), QUIET)
+
+
+def test_requests_arrive_at_the_rate(tmp_path):
+    with fake_api() as api:
+        start = time.perf_counter()
+        _, result = bench(api, tmp_path, **custom(tmp_path, *"abcdefghij"), request_rate=20.0, burstiness=100.0)
+    assert 0.35 < result["results"]["rows"][0]["seconds"] < time.perf_counter() - start
+    assert result["settings"]["request_rate"] == 20.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_what_there_is(tmp_path, number):
+    """Without --save-result too: the folder is where the command runs."""
+    custom(tmp_path, "good", "good", "status 500", "hang", "never")
+    with fake_api() as api:
+        command = [
+            sys.executable, "-m", "peagle", "bench", "serve", "--base-url", api.url, "--dataset-name", "custom",
+            "--dataset-path", "prompts.jsonl", "--disable-shuffle", "--max-concurrency", "1",
+        ]  # fmt: skip
+        running = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+        until = time.perf_counter() + 60
+        while len(api.bodies) < 4:
+            assert time.perf_counter() < until
+            assert running.poll() is None
+            time.sleep(0.01)
+        os.kill(running.pid, number)
+        _, errors = running.communicate(timeout=60)
+    assert running.returncode == 128 + number
+    assert "Traceback" not in errors
+    [path] = tmp_path.glob("serve-tiny-custom-*.json")
+    assert f"partial results: {path.name}" in errors
+    result = read_result(path)
+    row = result["results"]["rows"][0]
+    assert row["partial"]
+    assert result["settings"]["stopped_by"] == number.name
+    counts = ("completed", "failed", "unfinished", "not_sent")
+    assert [row[name] for name in counts] == [2, 1, 1, 1]
+
+
+def test_the_announcements_command_lines(tmp_path):
+    with fake_api(models=("openai/gpt-oss-20b",)) as api:
+        variables = {"MODEL": "openai/gpt-oss-20b", "BASE_URL": api.url, "F": str(tmp_path / "prompts.jsonl")}
+        custom(tmp_path, "a", "b")
+        lines = [
+            "peagle bench serve --dataset-name hf --dataset-path philschmid/mt-bench --num-prompts 80 "
+            "--max-concurrency 1 --model $MODEL --base-url $BASE_URL --temperature 0.0 --hf-output-len 2048",
+            "peagle bench serve --dataset-name custom --dataset-path $F --num-prompts 2 --max-concurrency 1 "
+            "--model $MODEL --base-url $BASE_URL --temperature 0.0 --custom-output-len 2048",
+        ]
+        for line, count in zip(lines, (80, 2)):
+            api.bodies.clear()
+            script = line.replace("peagle", f"{sys.executable} -m peagle", 1)
+            ran = subprocess.run(script, shell=True, env=environment(**variables), capture_output=True, text=True)
+            assert ran.returncode == 0, ran.stderr
+            assert f"{count} of {count} requests" in ran.stdout
+            assert len(api.bodies) == count
+            assert {(body["max_tokens"], body["temperature"]) for body in api.bodies} == {(2048, 0.0)}

@@ -1,0 +1,155 @@
+"""Two result files: rows find each other, noise is told from change, and what else differs is said."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from peagle.bench.compare import REGRESSION_STATUS, compare, run_compare
+from peagle.bench.groups import pack_requests
+from peagle.bench.report import write_result
+from peagle.bench.result_figures import direction
+from peagle.errors import PeagleError
+
+SETTINGS = {"max_tokens": 16, "datasets": {"mt_bench": {"sha256": "a"}}}
+
+
+def result(rows, settings=SETTINGS, **lists):
+    part = {"machine": {"gpu": None}, "versions": {"torch": "2"}, "settings": settings}
+    return {"name": "eval-a", "created": "", **part, "results": {"rows": rows, **lists}}
+
+
+def speed(value, spread=None, repeats=None, **more):
+    row = {"method": "p-eagle", "num_speculative_tokens": 3, "concurrency": 1, "tokens_per_second": value, **more}
+    row |= {"tokens_per_second_interval": [value - spread, value + spread]} if spread is not None else {}
+    return row | ({"tokens_per_second_repeats": repeats} if repeats else {})
+
+
+def the(changes, name="tokens_per_second"):
+    (change,) = [change for change in changes if change.name == name]
+    return change
+
+
+def test_intervals_decide_what_is_noise():
+    assert the(compare(result([speed(100, 8)]), result([speed(105, 8)])).changes).verdict == "noise"
+    moved = the(compare(result([speed(100, 1)]), result([speed(105, 1)])).changes)
+    assert (moved.verdict, moved.percent, moved.difference.value) == ("moved", 5.0, 5.0)
+    assert the(compare(result([speed(100)]), result([speed(105)])).changes).verdict == "cannot tell"
+    assert the(compare(result([speed(100)]), result([speed(100)])).changes).verdict == "same"
+
+
+def test_a_handful_of_requests_says_nothing():
+    few, many = ([speed(value, 1, prompts=count) for value in (100, 105)] for count in (9, 10))
+    assert the(compare(result(few[:1]), result(few[1:])).changes).verdict == "cannot tell"
+    assert the(compare(result(many[:1]), result(many[1:])).changes).verdict == "moved"
+
+
+def test_enough_repeats_go_before_an_interval():
+    wide, far = [80.0, 120.0, 100.0], [85.0, 125.0, 105.0]
+    before, after = result([speed(100, 0.1, wide)]), result([speed(105, 0.1, far)])
+    assert the(compare(before, after).changes).verdict == "noise"
+    two = compare(result([speed(100, 0.1, wide[:2])]), result([speed(105, 0.1, far[:2])]))
+    assert the(two.changes).verdict == "moved"
+
+
+def test_requests_are_paired_where_the_prompts_are_the_same():
+    rng = np.random.default_rng(0)
+    table = rng.multinomial(40, [0.25] * 4, size=30)
+    table[:15, 3] += 60  # requests differ much more from each other than the runs do
+    worse = table.copy()
+    worse[:, 2:] -= 1
+    worse[:, :2] += 1
+
+    def row(counts):
+        accepted, rounds = counts @ np.arange(4), counts.sum(axis=1)
+        length = 1 + accepted.sum() / rounds.sum()
+        return {"suite": "mt_bench", "acceptance_length": length, "per_request": pack_requests(counts)}
+
+    before, after = result([row(table)]), result([row(worse)])
+    assert the(compare(before, after).changes, "acceptance_length").verdict == "moved"
+    other = result([row(worse)], {"max_tokens": 16, "datasets": {"mt_bench": {"sha256": "b"}}})
+    assert the(compare(before, other).changes, "acceptance_length").verdict == "noise"
+
+
+def test_latencies_of_a_load_are_judged_by_its_requests():
+    def load(shift):
+        times = np.random.default_rng(1).normal(50 + shift, 2, 40).tolist()
+        row = {"dataset": "mt-bench", "latency_ms": {"ttft": {"mean": float(np.mean(times)), "p99": max(times)}}}
+        return result([row], requests=[{"id": str(i), "ttft_ms": time} for i, time in enumerate(times)])
+
+    changes = compare(load(0), load(5)).changes
+    assert the(changes, "latency_ms.ttft.mean").verdict == "moved"
+    assert the(changes, "latency_ms.ttft.p99").verdict == "cannot tell"
+    assert the(compare(load(0), load(0.1)).changes, "latency_ms.ttft.mean").verdict == "noise"
+
+
+def test_rows_match_by_what_identifies_them_and_strays_are_named():
+    rows = [speed(100), speed(50) | {"concurrency": 8}, speed(70) | {"method": "none"}]
+    found = compare(result(rows), result([rows[1], rows[0]]))
+    assert {change.verdict for change in found.changes} == {"same"}
+    assert found.warnings == ["only in the first file: none K=3 concurrency=1"]
+    lone = compare(result([speed(100)]), result([speed(90) | {"method": "other"}]))
+    assert the(lone.changes).after == 90
+
+
+def test_what_else_differs_is_said():
+    other = result([speed(1, partial=True)], {"max_tokens": 32})
+    other["versions"] = {"torch": "3"}
+    warnings = compare(result([speed(1)]), other).warnings
+    assert "the second file is partial: its run was stopped" in warnings
+    assert "settings differ in max_tokens: 16 -> 32" in warnings
+    assert "versions differ in torch: 2 -> 3" in warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("tokens_per_second", 1), ("acceptance_length", 1), ("accepted_share_per_position[2]", 1), ("goodput", 1),
+        ("speedup_over_none", 1), ("ratio", 1), ("ms_per_step", -1), ("latency_ms.tpot.p99", -1), ("seconds", -1),
+        ("peak_gib", -1), ("failed", -1), ("latency_ms.tpot.std", 0), ("prompts", 0), ("output_tokens", 0),
+    ],
+)  # fmt: skip
+def test_better_is_known_by_name(name, way):
+    assert direction(name) == way
+
+
+def write(path, rows):
+    write_result(path, path.stem, SETTINGS, {"rows": rows})
+    return path
+
+
+def test_a_regression_fails_the_command_and_noise_does_not(tmp_path, capsys):
+    before = write(tmp_path / "a.json", [speed(100, 1)])
+    console = Console(width=200)
+    for rows, status in (([speed(90, 1)], REGRESSION_STATUS), ([speed(97, 1)], 0), ([speed(110, 1)], 0)):
+        after = write(tmp_path / "b.json", rows)
+        assert run_compare(before, after, console, fail_on_regression=5) == status
+    noisy = write(tmp_path / "b.json", [speed(80, 50)])
+    assert run_compare(before, noisy, console, fail_on_regression=5) == 0
+    unknown = write(tmp_path / "b.json", [speed(80)])
+    assert run_compare(before, unknown, console, fail_on_regression=5) == REGRESSION_STATUS
+    assert run_compare(before, unknown, console) == 0
+    text = capsys.readouterr().out
+    assert "worse by more than 5 %: p-eagle K=3 concurrency=1 tokens_per_second" in text
+    assert "cannot tell: the files hold neither repeats nor an interval" in text
+
+
+def test_numbers_of_a_list_share_a_line_and_texts_stay(tmp_path):
+    row = {"text": "[\n  1,\n  2\n]", "shares": [0.5, -1e-5, 3], "nested": [[1, 2], []], "mixed": [1, "a"]}
+    path = write(tmp_path / "a.json", [row])
+    assert '"shares": [0.5, -1e-05, 3]' in path.read_text()
+    assert json.loads(path.read_text())["results"]["rows"] == [row]
+
+
+def test_bad_input_is_named(tmp_path):
+    good = write(tmp_path / "a.json", [speed(1)])
+    with pytest.raises(PeagleError, match="no row in common"):
+        compare(result([speed(1)]), result([{"suite": "x", "loss": 2.0}, {"suite": "y", "loss": 2.0}]))
+    with pytest.raises(PeagleError, match="cannot read"):
+        run_compare(good, tmp_path / "none.json", Console())
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(PeagleError, match="no result file"):
+        run_compare(good, tmp_path / "other.json", Console())
+    with pytest.raises(PeagleError, match="percentage"):
+        run_compare(good, good, Console(), fail_on_regression=-1)
