@@ -161,9 +161,11 @@ def generate(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
         seed=seed,
     )  # fmt: skip
-    from peagle.terminal import print_answers
+    from peagle.terminal import print_answers, said_if_slow
 
-    print_answers(_load(model, speculation, config), rows, params, raw=raw, as_json=json)
+    with said_if_slow(f"loading {model}"):
+        llm = _load(model, speculation, config)
+    print_answers(llm, rows, params, raw=raw, as_json=json)
 
 
 @app.command(epilog=EXAMPLES["chat"])
@@ -201,7 +203,11 @@ def chat(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
         seed=seed,
     )  # fmt: skip
-    run_chat(_load(model, speculation, config), params)
+    from peagle.terminal import said_if_slow
+
+    with said_if_slow(f"loading {model}"):
+        llm = _load(model, speculation, config)
+    run_chat(llm, params)
 
 
 @app.command(epilog=EXAMPLES["serve"])

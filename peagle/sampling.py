@@ -8,10 +8,12 @@ What a filter keeps depends on the values of the logits alone: tokens of equal l
 their ids and however a form of the filter finds them. `filter_logits` states the rule.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_DIGITS = 18  # of a token id written as text
+_WHOLE = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+_SWITCHES = ("ignore_eos", "show_drafts", "drafts")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # A token as likely as the likeliest weighs this much in a nucleus. Weights are integers so that their sum, and with it
 # the nucleus, is the same in every order of adding; 2^18 tokens still fit in 63 bits with room to spare.
 MASS_UNIT = 2.0**40
@@ -67,14 +72,10 @@ class SamplingParams:
     drafts: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        if self.stop_token_ids and not isinstance(self.stop_token_ids, Iterable):
-            raise PeagleError(f"stop_token_ids is {self.stop_token_ids!r}: give a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        self._check_types()
+        self._settle_lists()
+        self._settle_types()
         if self.max_tokens < 1:
-            raise PeagleError(f"max_tokens is {self.max_tokens}: it must be at least 1")
+            raise PeagleError(f"max_tokens is {_shown(self.max_tokens)}: it must be at least 1")
         if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
             raise PeagleError(f"temperature is {self.temperature}: it must be 0 (greedy) to {MAX_TEMPERATURE:g}")
         if self.temperature < GREEDY_BELOW:
@@ -82,39 +83,60 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise PeagleError(f"top_p is {self.top_p}: it must be in (0, 1]; 1 turns it off")
         if not -1 <= self.top_k < 2**31:
-            raise PeagleError(f"top_k is {self.top_k}: it must be 1 to 2^31 - 1; 0 or -1 turns it off")
+            raise PeagleError(f"top_k is {_shown(self.top_k)}: it must be 1 to 2^31 - 1; 0 or -1 turns it off")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise PeagleError(f"seed is {self.seed}: it must be in 0 .. 2^63 - 1")
-        if not all(isinstance(text, str) and text for text in stop):
-            raise PeagleError(f"stop is {self.stop!r}: every stop string needs at least one character")
-        if not _within(self.min_p, 0.0, 1.0):
-            raise PeagleError(f"min_p is {self.min_p!r}: it must be in 0 .. 1; 0 turns it off")
+            raise PeagleError(f"seed is {_shown(self.seed)}: it must be in 0 .. 2^63 - 1")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise PeagleError(f"min_p is {self.min_p}: it must be in 0 .. 1; 0 turns it off")
         for name in ("presence_penalty", "frequency_penalty"):
-            if not _within(getattr(self, name), -MAX_PENALTY, MAX_PENALTY):
+            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
                 limits = f"{-MAX_PENALTY:g} .. {MAX_PENALTY:g}"
-                raise PeagleError(f"{name} is {getattr(self, name)!r}: it must be in {limits}; 0 turns it off")
-        repetition = self.repetition_penalty
-        if not (_within(repetition, 0.0, MAX_REPETITION_PENALTY) and repetition > 0):
+                raise PeagleError(f"{name} is {getattr(self, name)}: it must be in {limits}; 0 turns it off")
+        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
             limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
-            raise PeagleError(f"repetition_penalty is {repetition!r}: it must be {limits}; 1 turns it off")
+            raise PeagleError(f"repetition_penalty is {self.repetition_penalty}: it must be {limits}; 1 turns it off")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise PeagleError(f"{name} is {count}: it must be 0 to {MAX_LOGPROBS}; None turns it off")
+                raise PeagleError(f"{name} is {_shown(count)}: it must be 0 to {MAX_LOGPROBS}; None turns it off")
 
-    def _check_types(self) -> None:
-        for name in ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+    def _settle_lists(self) -> None:
+        """Whatever holds stop strings and token ids becomes a tuple."""
+        stop: object = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence | Set | None) or isinstance(stop, bytes | bytearray):
+            raise PeagleError(f"stop is {_shown(stop)}: give one string or a list of them")
+        if not all(isinstance(text, str) and text for text in stop or ()):
+            raise PeagleError(f"stop is {_shown(stop)}: every stop string needs at least one character")
+        object.__setattr__(self, "stop", tuple(stop or ()))
+        ids = self.stop_token_ids
+        if not isinstance(ids, Iterable | None) or isinstance(ids, str | bytes | bytearray | Mapping):
+            raise PeagleError(f"stop_token_ids is {_shown(ids)}: give a list of token ids")
+        ids = () if ids is None else tuple(ids)
+        for token in ids:
+            if not _is_whole(token) or token < 0:
+                raise PeagleError(f"stop_token_ids has {_shown(token)}: it must be a whole number, 0 or more")
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+
+    def _settle_types(self) -> None:
+        """Numbers of numpy and the like become Python's own, so that all that follows can rely on them."""
+        for name in _WHOLE:
             value = getattr(self, name)
-            if not (_is_whole(value) or (name in ("seed", "logprobs", "prompt_logprobs") and value is None)):
-                raise PeagleError(f"{name} is {value!r}: it must be a whole number")
-        for name in ("temperature", "top_p"):
+            if value is None and name not in ("max_tokens", "top_k"):
+                continue
+            if not _is_whole(value):
+                raise PeagleError(f"{name} is {_shown(value)}: it must be a whole number")
+            object.__setattr__(self, name, int(value))
+        for name in _NUMBERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise PeagleError(f"{name} is {value!r}: it must be a number")
-        for token in self.stop_token_ids:
-            if not _is_whole(token):
-                raise PeagleError(f"stop_token_ids has {token!r}: it must be a whole number")
+            if not _is_number(value):
+                raise PeagleError(f"{name} is {_shown(value)}: it must be a number")
+            object.__setattr__(self, name, _float(value))
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool | np.bool_):
+                raise PeagleError(f"{name} is {_shown(value)}: it must be true or false")
+            object.__setattr__(self, name, bool(value))
 
     @property
     def filtered(self) -> bool:
@@ -134,27 +156,45 @@ class SamplingParams:
                 raise PeagleError(f"logit_bias names token {token}: the target has tokens 0 .. {vocab_size - 1}")
 
 
-def _within(value: object, lowest: float, highest: float) -> bool:
-    """Whether `value` is a number in the range; NaN is in none."""
-    return isinstance(value, Real) and lowest <= float(value) <= highest
-
-
 def _read_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     """A copy with integer keys, which JSON can only write as strings; None where there is nothing to add."""
     if bias is not None and not isinstance(bias, Mapping):
-        raise PeagleError(f"logit_bias is {bias!r}: give a mapping from token ids to numbers, such as {{50: -1.5}}")
+        raise PeagleError(
+            f"logit_bias is {_shown(bias)}: give a mapping from token ids to numbers, such as {{50: -1.5}}"
+        )
     read: dict[int, float] = {}
     for token, value in (bias or {}).items():
         if not str(token).isdecimal() or len(str(token)) > MAX_DIGITS:
             raise PeagleError(f"logit_bias has the key {str(token)[:40]!r}: keys are token ids, 0 or more")
-        if not _within(value, -MAX_BIAS, MAX_BIAS):
-            raise PeagleError(f"logit_bias of token {token} is {value!r}: it must be in {-MAX_BIAS:g} .. {MAX_BIAS:g}")
-        read[int(token)] = float(value)
+        if not (_is_number(value) and -MAX_BIAS <= _float(value) <= MAX_BIAS):
+            limits = f"{-MAX_BIAS:g} .. {MAX_BIAS:g}"
+            raise PeagleError(f"logit_bias of token {token} is {_shown(value)}: it must be in {limits}")
+        read[int(token)] = _float(value)
     return read or None
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _float(value: Any) -> float:
+    """Infinity for what a float cannot hold; every limit here is below that."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _shown(value: object) -> str:
+    """A value as an error repeats it; a Python int of many digits has no text at all."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return f"a {type(value).__name__} that is too long to show"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
 """The sampling rule: its noise, its filters, its law."""
 
 import math
+from dataclasses import fields
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,6 +151,23 @@ def test_spellings_that_vllm_takes_mean_the_same():
     assert SamplingParams(logit_bias={}) == SamplingParams()
 
 
+def test_numbers_of_other_types_become_pythons_own():
+    given = SamplingParams(
+        max_tokens=np.int64(5), seed=np.uint64(2**63 - 1), top_k=np.int32(3), temperature=np.float32(0.5), top_p=1,
+        min_p=Fraction(1, 4), presence_penalty=np.int8(1), stop_token_ids=np.array([3, 4]), ignore_eos=np.bool_(True),
+        logit_bias={np.int64(7): np.float64(1.5)}, stop={"a"}, logprobs=np.int16(2), prompt_logprobs=np.int64(0),
+    )  # fmt: skip
+    wanted = SamplingParams(
+        max_tokens=5, seed=2**63 - 1, top_k=3, temperature=0.5, top_p=1.0, min_p=0.25, presence_penalty=1.0,
+        stop_token_ids=(3, 4), ignore_eos=True, logit_bias={7: 1.5}, stop=("a",),
+        logprobs=2, prompt_logprobs=0,
+    )  # fmt: skip
+    assert given == wanted
+    values = [getattr(given, field.name) for field in fields(given)]
+    assert {type(value) for value in values} == {int, float, bool, tuple, dict}
+    assert type(given.stop_token_ids[0]) is int
+
+
 def test_what_a_request_needs():
     plain = SamplingParams()
     assert not plain.filtered
@@ -173,8 +193,19 @@ def test_bias_of_a_token_that_is_not_there():
             {"frequency_penalty": "1"}, {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0},
             {"repetition_penalty": 10.5}, {"repetition_penalty": float("nan")}, {"logit_bias": {-1: 1.0}},
             {"logit_bias": {"a": 1.0}}, {"logit_bias": {1.5: 1.0}}, {"logit_bias": {1: 100.5}},
+            {"min_p": True}, {"temperature": False}, {"top_p": "0.5"}, {"temperature": None}, {"temperature": 1j},
+            {"temperature": 10**400}, {"max_tokens": True}, {"max_tokens": "5"}, {"max_tokens": 5.0},
+            {"max_tokens": -(10**5000)}, {"seed": 10**5000}, {"top_k": 10**5000}, {"seed": torch.tensor(3.0)},
+            {"seed": "1"}, {"stop": 5}, {"stop": b"x"}, {"stop": [b"x"]}, {"stop": {"a": 1}}, {"stop": True},
+            {"stop_token_ids": 5}, {"stop_token_ids": "12"}, {"stop_token_ids": [1.0]}, {"stop_token_ids": [-1]},
+            {"stop_token_ids": [True]}, {"stop_token_ids": {3: 4}}, {"ignore_eos": "no"}, {"ignore_eos": 1},
+            {"ignore_eos": None}, {"logprobs": True}, {"logprobs": 10**5000}, {"drafts": 1}, {"show_drafts": "x"},
+            {"repetition_penalty": "1"}, {"repetition_penalty": True},
+            {"logit_bias": {1: True}}, {"logit_bias": {1: "2"}}, {"logit_bias": {1: 10**400}},
+            {"logit_bias": {True: 1}},
             {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: None}}, {"logit_bias": [1, 2]}, {"logit_bias": 5}],
 )  # fmt: skip
 def test_bad_parameters_are_named(bad: dict):
-    with pytest.raises(PeagleError, match=next(iter(bad))):
+    with pytest.raises(PeagleError, match=next(iter(bad))) as error:
         SamplingParams(**bad)
+    assert len(str(error.value)) < 250

@@ -1,11 +1,12 @@
 """Answers are shown in prompt order, whatever order they finish in."""
 
 import json
+import time
 from types import SimpleNamespace
 
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.datasets import PromptRow
-from peagle.terminal import OrderedAnswers, json_line, prompt_text
+from peagle.terminal import OrderedAnswers, json_line, prompt_text, said_if_slow
 
 
 def test_answers_come_in_prompt_order():
@@ -20,6 +21,16 @@ def test_answers_come_in_prompt_order():
     answers.on_delta(1, "b3")
     answers.on_finish(1, "B")
     assert seen == ["a1", "a2", "<A>", "b1b2", "b3", "<B>", "", "<C>"]
+
+
+def test_what_takes_long_is_said(capsys):
+    with said_if_slow("loading x", 0.02):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "peagle: loading x ...\n"
+    with said_if_slow("loading x", 0.2):
+        pass
+    time.sleep(0.4)
+    assert capsys.readouterr().err == ""
 
 
 def test_prompt_text_without_a_template_is_the_text():

@@ -108,11 +108,24 @@ def run_profile(
     drafting = _drafting(llm, speculation)
     title = f"{llm.target.name}, {drafting}, {config.concurrency} at once, {device}"
     console.print(_summary_table(title, measured))
+    if drafts:
+        console.print(
+            "What is accepted here means nothing, and tokens per second depend on it: prompts are random tokens, "
+            "their answers no text a head was trained on. `ms per step` holds for any text.",
+            style="yellow",
+        )
     console.print(_shares_table("By what it does", measured.profile, measured.profile.groups))
     name = "Longest kernels" if measured.profile.on_gpu else "Longest operations, without what they call"
     console.print(_shares_table(name, measured.profile, measured.profile.top))
     if out is not None:
-        settings = {"model": llm.target.name, "drafting": drafting, **asdict(config), "device": str(device)}
+        prompts = "random tokens: what is accepted means nothing"
+        settings = {
+            "model": llm.target.name,
+            "drafting": drafting,
+            "prompts": prompts,
+            **asdict(config),
+            "device": str(device),
+        }
         write_result(out, out.stem, settings, {"summary": measured.summary(), "rows": measured.rows()})
         console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
     return measured
@@ -194,7 +207,7 @@ def _summary_table(title: str, measured: Measured) -> Table:
     lines: list[tuple[str, Any]] = [
         ("ms per step", f"{figures['ms_per_step']:.3f}"),
         ("tokens per second", f"{figures['tokens_per_second']:,.1f}"),
-        ("tokens per request and step, random prompts", f"{figures['acceptance_length']:.2f}"),
+        ("tokens per request and step (of random prompts)", f"{figures['acceptance_length']:.2f}"),
         ("ms per step under the profiler", f"{figures['profiled_ms_per_step']:.3f}"),
     ]
     if measured.profile.on_gpu:

@@ -127,6 +127,42 @@ class CurveRow:
     implied_acceptance_length: float | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoakRow:
+    """A server under load for minutes (result names `soak-*`). Pairs are before and after, both at rest.
+
+    `different` counts requests whose answer was not that of the reference, `lost_or_doubled` those among them that run
+    on alike after a gap or a repetition. `answers_ended` is the server's count, `answers_accounted` whether it fits the
+    clients'. Slopes are over the later half.
+    """
+
+    concurrency: int
+    minutes: float
+    requests: int
+    streamed: int
+    answers: int
+    tokens: int
+    left: int
+    rubbish: int
+    refused: int
+    different: int
+    lost_or_doubled: int
+    failed: int
+    answers_ended: int
+    answers_accounted: bool
+    kv_usage_after: float
+    idle_after: bool
+    preemptions: int
+    rss_mib: tuple[float, float] | None
+    rss_mib_per_minute: float | None
+    gpu_mib: tuple[float, float] | None
+    gpu_mib_per_minute: float | None
+    open_files: tuple[int, int] | None
+    threads: tuple[int, int] | None
+    exit_status: int | None
+    passed: bool
+
+
 def provenance() -> dict[str, Any]:
     """`machine` and `versions` of this process, as they stand in a result file."""
     import torch

@@ -347,6 +347,33 @@ def _served_length(acceptance: Json | None) -> str:
     return "–" if length is None else f"{length:.2f}"
 
 
+def _soak(rows: Sequence[Json]) -> str:
+    header = (
+        "clients at once", "minutes", "requests answered", "tokens", "left", "rubbish", "different", "lost or doubled",
+        "failed", "KV cache after", "RSS MiB/min", "GPU MiB/min",
+    )  # fmt: skip
+    return markdown_table(
+        header,
+        [
+            (
+                str(row["concurrency"]),
+                f"{row['minutes']:.1f}",
+                f"{row['requests']:,}",
+                f"{row['tokens']:,}",
+                f"{row['left']:,}",
+                f"{row['rubbish']:,}",
+                f"**{row['different']}**",
+                f"**{row['lost_or_doubled']}**",
+                f"**{row['failed']}**",
+                f"{100 * row['kv_usage_after']:g} %",
+                *("–" if row[key] is None else f"{row[key]:+.2f}" for key in _SLOPES),
+            )
+            for row in rows
+        ],
+    )
+
+
+_SLOPES = ("rss_mib_per_minute", "gpu_mib_per_minute")
 _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
     {
         "acceptance-": _acceptance,
@@ -363,6 +390,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "serve-": _serve,
         "client-overhead": _client_overhead,
         "peer-": _peer,
+        "soak-": _soak,
         "sweep-": sweep_tables,
         "announcement-": announcement_tables,
     }

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -26,11 +26,24 @@ def measure_costs(core: EngineCore, draft_counts: Sequence[int]) -> CostTable:
         sizes.append(max(sizes[-1] // factor, 1))
     repeats = _REPEATS if on_gpu else 1
     _log.warning(
-        "measuring what steps cost, for batches of up to %d and %s drafts; a k_table would say it without",
-        sizes[0],
-        ", ".join(map(str, draft_counts)),
+        "num_speculative_tokens is auto: running %d steps on padding to measure what they cost, batches of %s requests "
+        "with %s drafts%s; a k_table would say it without",
+        len(sizes) * len(draft_counts) * (1 + repeats),
+        _listed(reversed(sizes)),
+        _listed(draft_counts),
+        "" if on_gpu else "; on a CPU this takes a while",
     )
-    return {(size, k): _seconds(core, size, k, repeats) for size in reversed(sizes) for k in draft_counts}
+    began = time.perf_counter()
+    costs: dict[tuple[int, int], float] = {}
+    for size in reversed(sizes):
+        costs |= {(size, k): _seconds(core, size, k, repeats) for k in draft_counts}
+        _log.info("steps of %d requests: %s ms", size, _listed(f"{1e3 * costs[size, k]:.1f}" for k in draft_counts))
+    _log.info("measured in %.1f s: K is chosen step by step from now on", time.perf_counter() - began)
+    return costs
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _seconds(core: EngineCore, size: int, num_drafts: int, repeats: int) -> float:

@@ -31,8 +31,9 @@ MIB = 1 << 20
 def resolve_model(model: str, *, progress: bool = True, weights: bool = True) -> Path:
     """The local directory (config, tokenizer, safetensors) of MODEL, downloaded or converted if need be.
 
-    Accepts a directory, a `.gguf` file, a Hub id, or the demo model's name. A conversion is announced on stderr unless
-    `progress` is False. Without `weights`, none are downloaded. Raises PeagleError when MODEL cannot be had.
+    Accepts a directory, a `.gguf` file, a Hub id, or the demo model's name. Conversion and download are announced on
+    stderr unless `progress` is False. Without `weights`, none are downloaded. Raises PeagleError when MODEL cannot be
+    had.
     """
     if model == DEMO_MODEL:
         return _demo_directory(progress)
@@ -43,6 +44,8 @@ def resolve_model(model: str, *, progress: bool = True, weights: bool = True) ->
     if os.path.isfile(path) and path.suffix == ".gguf":
         return _convert_once(path, f"{path.stem}-{_fingerprint(path)}", progress)
     if HUB_ID.fullmatch(model) and not os.path.exists(path) and path.suffix != ".gguf":
+        if progress:
+            sys.stderr.write(f"peagle: {model}: asking the Hub, downloading what its local cache lacks\n")
         return _checked_directory(_download(model, weights))
     raise PeagleError(f"model {model!r} not found: expected {ACCEPTED_FORMS}; check the spelling")
 

@@ -5,6 +5,7 @@ of the parameter that holds it, so loading needs the memory of one model plus on
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import MergedLinear, RMSNorm
 from peagle.models.mxfp4 import BLOCK, BLOCKS, SCALES, dequantize
 from peagle.models.spec import ModelSpec
+
+_log = logging.getLogger(__name__)
 
 # The Hugging Face projections stored in one of our merged ones, in the order of MergedLinear.splits.
 MERGED_PARTS: dict[str, tuple[str, ...]] = {
@@ -71,7 +74,9 @@ def load_weights(model: TargetModel, files: Sequence[Path]) -> None:
     """Copy every tensor of `files` into `model`. Tensors it has no use for are refused inside layers, else ignored."""
     views = {_hf_name(name): view for name, view in parameter_parts(model).items()}
     missing, halves = set(views), dict[str, Tensor]()
-    for file in files:
+    for number, file in enumerate(files, 1):
+        if len(files) > 1:
+            _log.info("loading weights, file %d of %d", number, len(files))
         with open_safetensors(file) as stored:
             for name in stored.keys():  # noqa: SIM118  # a safetensors handle is not iterable
                 if name in views:

@@ -13,8 +13,9 @@ from peagle.models.tokenizer import encode
 from peagle.server.chat import chat
 from peagle.server.completions import completions
 from peagle.server.engine_thread import EngineThread
-from peagle.server.errors import ApiError, add_error_handlers
+from peagle.server.errors import ApiError, add_error_handlers, shown
 from peagle.server.guard import Guard
+from peagle.server.openapi import describe
 from peagle.server.protocol import DetokenizeBody, TokenizeBody
 from peagle.server.service import Service
 from peagle.server.web import page
@@ -37,6 +38,7 @@ def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metr
     if metrics is not None:
         app.include_router(_metrics(metrics))
     add_error_handlers(app)
+    describe(app, has_key=config.api_key is not None)
     app.add_middleware(Guard, api_key=config.api_key, host=config.host, allowed_origins=config.allowed_origins)
     if config.allowed_origins:
         app.add_middleware(
@@ -101,9 +103,12 @@ def _tokens(service: Service) -> APIRouter:
         vocab_size = service.llm.target.spec.vocab_size
 
         def detokenize() -> str:
+            length, most = len(body.tokens), service.llm.max_model_len
+            if length > most:
+                raise PeagleError(f"tokens has {length} tokens: the context is {most}, send less")
             outside = [token for token in body.tokens if not 0 <= token < vocab_size]
             if outside:
-                raise PeagleError(f"tokens has {outside[0]}: the model has tokens 0 .. {vocab_size - 1}")
+                raise PeagleError(f"tokens has {shown(outside[0])}: the model has tokens 0 .. {vocab_size - 1}")
             return str(tokenizer.decode(body.tokens))
 
         return {"prompt": await service.prepare(detokenize, body, "tokens")}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from peagle.server.errors import ApiError, shown
+from peagle.server.errors import ApiError, as_unicode, shown
 
 
 class Body(BaseModel):
@@ -26,4 +26,8 @@ class Body(BaseModel):
                 raise ApiError(
                     400, f"{name} is {shown(value)}: not supported, leave it out", param=name, code="unsupported_field"
                 )
-        return {name: value for name, value in values.items() if name not in cls.not_supported}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {name: value for name, value in values.items() if name in known}
+        unknown = next((name for name in values if name not in kept and name not in cls.not_supported), None)
+        # One of them is enough to be refused: half a million would keep everybody waiting for seconds.
+        return kept if unknown is None else {**kept, as_unicode(unknown): None}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from peagle.engine.engine import LLM
+from peagle.engine.graphs import bucket_sizes
 from peagle.engine.outputs import Logprobs, ScoredToken, ShownRound, scored_tokens
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.slots import SamplingMode
@@ -262,8 +263,10 @@ class EngineThread:
         if self._core.device.type == "cuda":
             sizes = range(1, self._core.max_num_seqs + 1)
             table = {policy.choose(size) for size in sizes} if isinstance(policy, TableK) else None
-            for size, num_drafts in self._core.warm_up(sorted(table or draft_counts(policy.max_drafts))):
-                _log.info("warming up: steps of %d requests with %d drafts", size, num_drafts)
+            drafts = sorted(table or draft_counts(policy.max_drafts))
+            total = len(drafts) * len(bucket_sizes(self._core.max_num_seqs))
+            for number, (size, num_drafts) in enumerate(self._core.warm_up(drafts), 1):
+                _log.info("warming up, %d of %d: steps of %d requests with %d drafts", number, total, size, num_drafts)
                 self._core.run_padding(size, num_drafts, SamplingMode(drawn=True))
                 if self._deadline is not None:
                     return

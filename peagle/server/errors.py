@@ -1,7 +1,9 @@
 """Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}, whatever went wrong."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from reprlib import Repr
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -32,8 +34,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.headers = status, _unicode(message), dict(headers or {})
-        self.param = None if param is None else _unicode(param)
+        self.status, self.message, self.headers = status, as_unicode(message), dict(headers or {})
+        self.param = None if param is None else as_unicode(param)
         self.code = code or _CODES.get(status)
 
     def body(self) -> dict[str, Any]:
@@ -65,14 +67,17 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed on this request: its log says why", code="internal_error")
 
 
-def _unicode(text: str) -> str:
+def as_unicode(text: str) -> str:
     """What a client sent may hold lone surrogates, which no response can."""
     return text.encode("utf-8", "replace").decode()
 
 
 def shown(value: object) -> str:
     """A value of the client's as an error repeats it."""
-    text = repr(value)
+    short = Repr()  # looks at the beginning alone: a value can have millions of parts
+    short.maxlist = short.maxdict = short.maxtuple = 20
+    short.maxstring = short.maxlong = short.maxother = 2 * _MOST_SHOWN
+    text = short.repr(value)
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
@@ -93,8 +98,13 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     same = [error for error in errors if name in error["loc"]]
     if len(same) > 1:  # of a union, whose places are no paths in the body
         where = name
-    expected = " or ".join(dict.fromkeys(error["msg"].removeprefix("Input should ") for error in same))
+    expected = " or ".join(dict.fromkeys(_expected(error["msg"]) for error in same))
     return ApiError(400, f"{where} is {shown(first['input'])}: it should {expected}", param=name)
+
+
+def _expected(message: str) -> str:
+    """What a value should be, from pydantic's "Input should be a valid integer" and its like."""
+    return re.sub(r"^\w+ should ", "", message).split(" after validation")[0]
 
 
 def add_error_handlers(app: FastAPI) -> None:

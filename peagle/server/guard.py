@@ -36,6 +36,8 @@ class Guard:
         headers = dict(scope["headers"])
         try:
             self._check_key(scope, headers)
+            if scope["method"] == "HEAD":  # whatever can be got
+                scope, send = {**scope, "method": "GET"}, _without_body(send)
             self._check_origin(headers)
             if scope["method"] == "POST":
                 _check_type(headers)
@@ -78,6 +80,15 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.split("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+def _without_body(send: Send) -> Send:
+    """A `send` for HEAD: status and headers alone."""
+
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
 
 
 def _check_type(headers: MutableMapping[bytes, bytes]) -> None:

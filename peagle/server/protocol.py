@@ -13,6 +13,7 @@ from peagle.server.structured import StructuredFields
 from peagle.server.tools import MAX_TOOLS, NamedTool, Tool, ToolCall
 
 MAX_CHOICES = 128  # answers of one request: prompts times n
+MAX_MESSAGES, MAX_BIASES = 10_000, 10_000
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 32, 256, 1024  # each is looked for after every token
 
 Text = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
@@ -77,7 +78,7 @@ class GenerationBody(StructuredFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
@@ -86,6 +87,14 @@ class GenerationBody(StructuredFields):
     stream_options: StreamOptions | None = None
     peagle: SpeculationOptions | None = None
     user: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_size(cls, bias: Any) -> Any:
+        if isinstance(bias, dict) and len(bias) > MAX_BIASES:  # before each entry is looked at
+            message = f"logit_bias has {len(bias)} entries: give {MAX_BIASES} at most"
+            raise ApiError(400, message, param="logit_bias")
+        return bias
 
     @model_validator(mode="after")
     def _check_stream(self) -> "GenerationBody":
@@ -207,7 +216,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     not_supported = MappingProxyType({**_NOT_SUPPORTED, **_NOT_SUPPORTED_CHAT})
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -230,9 +239,8 @@ class ChatBody(GenerationBody):
     def _settle_max_tokens(self) -> "ChatBody":
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                message = (
-                    f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}: give one"
-                )
+                one, other = shown(self.max_tokens), shown(self.max_completion_tokens)
+                message = f"max_tokens is {one} and max_completion_tokens {other}: give one"
                 raise ApiError(400, message, param="max_tokens")
             self.max_tokens = self.max_completion_tokens
         return self
@@ -248,7 +256,7 @@ class TokenizeBody(Body):
     not_supported = MappingProxyType({"add_special_tokens": (False,), "return_token_strs": (False,)})
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")

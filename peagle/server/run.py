@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import math
+import os
 import signal
 import socket
 import ssl
@@ -11,8 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from peagle.config import ServeConfig
@@ -25,15 +28,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+API_KEY_VARIABLE = "PEAGLE_API_KEY"
 _CUT_SECONDS = 10  # to send the last chunks of requests that were cut when draining
+_LAST_SECONDS = 3  # the same, after a second signal
 
 
 def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "Console") -> None:
     """Load, warm up, listen; on SIGTERM or Ctrl-C let running requests finish, then return.
 
-    What can be wrong about port and certificate is found before the model is loaded.
+    What can be wrong about port and certificate is found before the model is loaded. A key that is not in the config is
+    taken from the environment, where the process list does not show it.
     """
     _check_installed()
+    config = replace(config, api_key=config.api_key or os.environ.get(API_KEY_VARIABLE) or None)
     from peagle.server.app import make_app
     from peagle.server.engine_thread import EngineThread
     from peagle.server.metrics import Metrics
@@ -72,7 +79,13 @@ def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) 
     import uvicorn
 
     class Server(uvicorn.Server):
-        """Ends when the engine fails, and drains the engine while connections wait for their last chunks."""
+        """Ends when the engine fails, and drains the engine while connections wait for their last chunks. A second
+        signal, whichever, ends the waiting."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                self.force_exit = True
+            super().handle_exit(sig, frame)
 
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or engine.failure is not None
@@ -81,9 +94,11 @@ def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) 
             _log.info("shutting down: no more requests; running ones get up to %g s", config.drain_seconds)
             stopping = asyncio.create_task(asyncio.to_thread(engine.stop, config.drain_seconds))
             await super().shutdown(sockets)
-            if self.force_exit:  # a second Ctrl-C
-                _log.info("cutting what is still running")
+            if self.force_exit:
+                _log.info("a second signal: cutting what is still running")
                 await asyncio.to_thread(engine.stop, 0.0)
+                if self.server_state.tasks:  # they send their last chunks
+                    await asyncio.wait(self.server_state.tasks, timeout=_LAST_SECONDS)
             await stopping
 
     settings = uvicorn.Config(

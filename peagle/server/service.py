@@ -20,7 +20,7 @@ from peagle.models.tokenizer import encode, render_chat
 from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
-from peagle.server.errors import ApiError
+from peagle.server.errors import ApiError, shown
 from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.protocol import GenerationBody
 from peagle.server.responses import EventStream, Form, Reply
@@ -104,7 +104,7 @@ class Service:
         vocab_size = self.llm.target.spec.vocab_size
         outside = [token for token in body.stop_token_ids or () if not 0 <= token < vocab_size]
         if outside:
-            raise PeagleError(f"stop_token_ids has {outside[0]}: the target has tokens 0 .. {vocab_size - 1}")
+            raise PeagleError(f"stop_token_ids has {shown(outside[0])}: the target has tokens 0 .. {vocab_size - 1}")
         each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
         if structure is not None:
             each = [replace(params, structured_outputs=structure) for params in each]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.config import SpeculativeConfig
+from peagle.engine.costs import measure_costs
 from peagle.engine.speculation import (
     FixedK,
     KChooser,
@@ -22,6 +23,7 @@ from peagle.engine.speculation import (
     trained_depth,
 )
 from peagle.errors import PeagleError
+from tests.engine.tiny import tiny_llm
 
 MOST = 7
 SLOPES = {"flat": 0.01, "medium": 0.06, "steep": 0.2, "dear": 0.5}
@@ -191,3 +193,15 @@ def test_more_drafts_than_trained_is_said_once(tmp_path, caplog):
         assert not caplog.records
         assert not check_depth(9, 8)
     assert "lower num_speculative_tokens to 8" in caplog.text
+
+
+def test_measuring_costs_says_what_it_does(caplog):
+    with caplog.at_level("INFO"):
+        costs = measure_costs(tiny_llm(3, max_num_seqs=4).core, (0, 1, 3))
+    assert set(costs) == {(size, k) for size in (1, 4) for k in (0, 1, 3)}
+    assert all(seconds > 0 for seconds in costs.values())
+    warning, *steps, done = caplog.messages[-4:]
+    assert "auto: running 12 steps on padding to measure what they cost, batches of 1, 4 requests" in warning
+    assert "on a CPU this takes a while" in warning
+    assert len(steps) == 2
+    assert done.startswith("measured in ")

@@ -1,6 +1,7 @@
 """The endpoints over a tiny engine, in one process: what is answered, what is refused and how it is said."""
 
 import json
+import time
 
 import pytest
 from fastapi.testclient import TestClient
@@ -231,6 +232,11 @@ REFUSED = [
     (COMPLETIONS, dict(stop=[""]), "stop"),
     (COMPLETIONS, dict(stop=["x"] * 33), "stop"),
     (COMPLETIONS, dict(stop_token_ids=[96]), "stop_token_ids"),
+    (COMPLETIONS, dict(stop_token_ids=[10**4000]), "stop_token_ids"),
+    (COMPLETIONS, dict(max_tokens=-(10**4000)), "max_tokens"),
+    (COMPLETIONS, dict(seed=10**4000), "seed"),
+    (COMPLETIONS, dict(logit_bias={str(token): 1 for token in range(10_001)}), "logit_bias"),
+    (CHAT, dict(messages=HELLO * 10_001), "messages"),
     (COMPLETIONS, dict(stream_options={"include_usage": True}), "stream_options"),
     (COMPLETIONS, dict(stream=True, stream_options={"x": 1}), "stream_options"),
 ]
@@ -262,6 +268,26 @@ def test_refusals_name_the_field(client, path, fields, param):
 def test_rubbish_is_the_clients_fault(client, body):
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
         error(client.post(path, content=body, headers=JSON))
+
+
+MANY = {
+    "messages": (CHAT, '{"messages": [', "{}", 2_700_000, "]}"),
+    "stops": (COMPLETIONS, '{"prompt": "x", "stop": [', '""', 2_000_000, "]}"),
+    "biases": (COMPLETIONS, '{"prompt": "x", "logit_bias": {', '"%d":"a"', 500_000, "}}"),
+    "fields": (COMPLETIONS, '{"prompt": "x", ', '"k%d":1', 600_000, "}"),
+    "tokens": ("/detokenize", '{"tokens": [', "5", 4_000_000, "]}"),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_body_of_millions_of_parts_is_refused_soon(client, what):
+    """Of processor time: whoever validated all of them would keep everybody waiting, the first one for a minute."""
+    path, begin, part, count, end = MANY[what]
+    parts = [part % number for number in range(count)] if "%" in part else [part] * count
+    body = begin + ",".join(parts) + end
+    began = time.process_time()
+    error(client.post(path, content=body.encode(), headers=JSON))
+    assert time.process_time() - began < 4
 
 
 def test_another_model(client):
@@ -358,8 +384,6 @@ def test_a_failed_endpoint_is_a_500_in_the_same_form(llm, monkeypatch):
 
 
 def test_a_time_limit_cuts(llm):
-    import time
-
     llm, config = chat_llm(), ServeConfig(request_timeout=0.3)
     step = llm.core.step
     with started(llm, config) as engine, TestClient(make_app(engine, llm, config)) as client:

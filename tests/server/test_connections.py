@@ -1,0 +1,120 @@
+"""Attacks below HTTP's surface: clients that are slow, leave, lie about lengths or speak something else.
+
+After each batch nothing is left of them: no task, no thread, no request, no block.
+"""
+
+import asyncio
+import json
+import threading
+
+import pytest
+import uvicorn
+
+from peagle.config import ServeConfig
+from peagle.server import guard
+from peagle.server.app import make_app
+from tests.server.serving import chat_llm, started
+
+BODY = json.dumps({"prompt": "hello", "max_tokens": 90, "ignore_eos": True}).encode()
+STREAM = json.dumps({"prompt": "hello", "max_tokens": 90, "ignore_eos": True, "stream": True, "n": 3}).encode()
+
+
+def head(*lines: str, path: str = "/v1/completions") -> bytes:
+    shown = [f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json", *lines]
+    return ("\r\n".join(shown) + "\r\n\r\n").encode()
+
+
+def whole(body: bytes = BODY) -> bytes:
+    return head(f"Content-Length: {len(body)}") + body
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+    return head("Transfer-Encoding: chunked") + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n"
+
+
+async def say(port: int, *parts: bytes, pause: float = 0.0, answer: bool = True, leave: float | None = None) -> bytes:
+    """Send the parts one after the other; what comes back until the server closes, or until we `leave`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause)
+        if leave is not None:
+            await asyncio.sleep(leave)
+            return b""
+        if not answer:
+            writer.write_eof()
+        async with asyncio.timeout(20):
+            return await reader.read(-1)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+CLOSE = "Connection: close"
+ATTACKS = {
+    "a chunked upload": ([chunked(BODY, 7).replace(b"Host", b"Connection: close\r\nHost")], {}, b"200"),
+    "a byte at a time": ([bytes([b]) for b in head(CLOSE, f"Content-Length: {len(BODY)}") + BODY], {}, b"200"),
+    "half a head": ([head()[:40]], {"answer": False}, None),
+    "half a body, then silence": ([head(CLOSE, "Content-Length: 900") + BODY], {}, b"408"),
+    "half a body, then gone": ([head("Content-Length: 900") + BODY], {"leave": 0.05}, None),
+    "a chunk that is never finished": ([head("Transfer-Encoding: chunked") + b"fff\r\nabc"], {"leave": 0.05}, None),
+    "sizes that are none": ([head("Transfer-Encoding: chunked") + b"zz\r\nabc\r\n"], {"answer": False}, b"400"),
+    "a negative length": ([head("Content-Length: -5") + BODY], {"answer": False}, b"400"),
+    "two lengths": ([head("Content-Length: 5", "Content-Length: 500") + BODY], {"answer": False}, b"400"),
+    "a length and chunks": ([head("Content-Length: 5", "Transfer-Encoding: chunked") + b"0\r\n\r\n"], {}, b"400"),
+    "a length beyond all limits": ([head(CLOSE, f"Content-Length: {10**12}")], {}, b"413"),
+    "gone before the answer": ([whole()], {"leave": 0.0}, None),
+    "gone while it streams": ([whole(STREAM)], {"leave": 0.02}, None),
+    "never reads": ([whole(STREAM)], {"leave": 0.5}, None),
+    "two at once": ([whole() + whole().replace(b"Host", b"Connection: close\r\nHost")], {}, b"200"),
+    "a rest after the body": ([head("Content-Length: 20") + BODY], {"answer": False}, b"400"),
+    "a head of a megabyte": ([head("X: " + "x" * 2**20)], {"answer": False}, None),  # the answer may be lost
+    "asks for leave first": ([head(CLOSE, "Expect: 100-continue", f"Content-Length: {len(BODY)}"), BODY], {}, b"200"),
+    "another protocol": ([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200], {"answer": False}, b"400"),
+    "an upgrade": ([head(CLOSE, "Upgrade: websocket", "Content-Length: 2") + b"{}"], {}, b"400"),
+    "nothing": ([], {"answer": False}, None),
+}
+
+
+@pytest.fixture
+def quick_bodies(monkeypatch):
+    monkeypatch.setattr(guard, "BODY_SECONDS", 1.0)
+
+
+def test_what_connections_do_leaves_nothing_behind(quick_bodies):
+    llm, config = chat_llm(), ServeConfig()
+    with started(llm, config) as engine:
+        asyncio.run(_attack(make_app(engine, llm, config), engine))
+        assert engine.failure is None
+    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_blocks
+
+
+async def _attack(app, engine):
+    settings = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=1)
+    server = uvicorn.Server(settings)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    await say(port, whole(), leave=0.5)
+    tasks, threads = len(asyncio.all_tasks()), threading.active_count()
+    for _ in range(2):  # the second batch meets whatever the first one broke
+        answers = await asyncio.gather(*(say(port, *parts, **how) for parts, how, _ in ATTACKS.values()))
+        for (name, (_, _, status)), answer in zip(ATTACKS.items(), answers, strict=True):
+            if status is not None:
+                assert b"HTTP/1.1 " + status in answer, (name, answer[:300])
+            assert b"HTTP/1.1 5" not in answer, (name, answer[:300])
+        async with asyncio.timeout(20):
+            while len(asyncio.all_tasks()) > tasks or engine.snapshot().num_running or server.server_state.connections:
+                await asyncio.sleep(0.02)
+        assert not engine._live
+        assert engine.snapshot().kv_usage == 0
+        assert threading.active_count() <= threads
+    good = await say(port, whole().replace(b"Host", b"Connection: close\r\nHost"))
+    assert b"200 OK" in good
+    server.should_exit = True
+    await serving
