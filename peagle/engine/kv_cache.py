@@ -9,6 +9,7 @@ from torch import Tensor
 
 from peagle.errors import PeagleError
 from peagle.kernels.kv_write import kv_write
+from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
 from peagle.kernels.paged_attention import AttentionPlan, paged_attention
 from peagle.kernels.rope import HeadNorms
 from peagle.kernels.rope_write import rope_write
@@ -83,6 +84,21 @@ class PagedAttend:
         return rope_write(
             qkv_RA, cos_R1D, sin_R1D, heads, c.keys[layer], c.values[layer], self.slots_R, norms, backend=c.kernels
         )
+
+    def project_and_write(
+        self,
+        layer: int,
+        x_RH: Tensor,
+        qkv: NormedLinear,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        heads: int,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """`write_rope` of the normed and projected stream."""
+        c = self.cache
+        keys, values = c.keys[layer], c.values[layer]
+        return norm_qkv_rope(x_RH, qkv, cos_R1D, sin_R1D, heads, keys, values, self.slots_R, norms, backend=c.kernels)
 
     def read(self, layer: int, q_RND: Tensor) -> Tensor:
         """Attend over the cache."""

@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.fused_linear import LEAST_COLUMNS
+
 _PROGRAMS = 96  # at least, where columns allow: an H200 has 132 multiprocessors
-_LEAST_COLUMNS, _MOST_COLUMNS = 8, 32  # of a program; tensor cores multiply no fewer than the first
-_ROWS = 16  # of a tile: as many as tensor cores multiply at once
+_MOST_COLUMNS = 32  # of a program
+TILE_ROWS = 16  # of a tile: as many as tensor cores multiply at once
 _BYTES_IN_FLIGHT = 100 << 10  # shared memory for loads of one program: a multiprocessor has room for two
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     columns: int
     slices: int  # of one turn of the loop, and warps
     step: int  # inputs of a slice
@@ -45,6 +47,45 @@ def _square_sums(x: tl.tensor, live_R: tl.tensor, sk_SK: tl.tensor, IN: tl.const
         x_SRK = tl.load(x + start, mask=mask, other=0.0).to(tl.float32)
         square_SR += tl.sum(x_SRK * x_SRK, axis=2)
     return tl.sum(square_SR, axis=0)
+
+
+@triton.jit
+def linear_tile(x_RI: tl.tensor, norm_I: tl.tensor, weight_OI: tl.tensor, bias_O: tl.tensor, row_R: tl.tensor,
+                live_R: tl.tensor, column_O: tl.tensor, x_row_stride: tl.int64, weight_row_stride: tl.int64,
+                eps: tl.float32, dtype: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                SLICES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
+                NORM_FIRST: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:  # fmt: skip
+    """A linear layer's outputs at these rows and columns, [ROWS, COLUMNS], as torch would round them."""
+    TURN: tl.constexpr = SLICES * STEP
+    WHOLE: tl.constexpr = IN % TURN == 0
+    sk_SK = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None]
+    x = x_RI + (row_R.to(tl.int64) * x_row_stride)[None, :, None] + sk_SK[:, None, :]
+    weight = weight_OI + (column_O.to(tl.int64) * weight_row_stride)[None, :, None] + sk_SK[:, None, :]
+    acc_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
+    square_SR = tl.zeros([SLICES, ROWS], tl.float32)
+    scale_R = tl.full([ROWS], 1.0, tl.float32)
+    if NORM_FIRST:
+        scale_R = tl.rsqrt(_square_sums(x, live_R, sk_SK, IN, TURN, ROWS, SLICES) / IN + eps)
+    for start in tl.range(0, IN, TURN, num_stages=STAGES):
+        inside_SK = (start + sk_SK < IN) | WHOLE
+        x_SRK = tl.load(x + start, mask=live_R[None, :, None] & inside_SK[:, None, :], other=0.0)
+        if NORM:
+            wide_SRK = x_SRK.to(tl.float32)
+            norm_SK = tl.load(norm_I + start + sk_SK, mask=inside_SK, other=0.0).to(tl.float32)
+            if NORM_FIRST:
+                wide_SRK = (wide_SRK * scale_R[None, :, None]).to(dtype).to(tl.float32)
+            else:
+                square_SR += tl.sum(wide_SRK * wide_SRK, axis=2)
+            x_SRK = (wide_SRK * norm_SK[:, None, :]).to(dtype)
+        acc_SRO = _add_products(acc_SRO, x_SRK, weight + start, inside_SK, WHOLE)
+    if NORM_FIRST:
+        scale_R = scale_R * 0.0 + 1.0  # it is in the inputs
+    elif NORM:
+        scale_R = tl.rsqrt(tl.sum(square_SR, axis=0) / IN + eps)
+    total_RO = tl.sum(acc_SRO, axis=0) * scale_R[:, None]
+    if BIAS:
+        total_RO += tl.load(bias_O + column_O).to(tl.float32)[None]
+    return total_RO.to(dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -72,42 +113,15 @@ def _linear_tile(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    TURN: tl.constexpr = SLICES * STEP
-    WHOLE: tl.constexpr = IN % TURN == 0
     dtype: tl.constexpr = out_RO.dtype.element_ty
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     live_R, live_O = row_R < rows, column_O < OUT
     # Columns past the end are read as the last one, which spares the loads of weights a mask.
-    read_O = tl.minimum(column_O, OUT - 1)
-    sk_SK = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None]
-    x = x_RI + (row_R.to(tl.int64) * x_row_stride)[None, :, None] + sk_SK[:, None, :]
-    weight = weight_OI + (read_O.to(tl.int64) * weight_row_stride)[None, :, None] + sk_SK[:, None, :]
-    acc_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
-    square_SR = tl.zeros([SLICES, ROWS], tl.float32)
-    scale_R = tl.full([ROWS], 1.0, tl.float32)
-    if NORM_FIRST:
-        scale_R = tl.rsqrt(_square_sums(x, live_R, sk_SK, IN, TURN, ROWS, SLICES) / IN + eps)
-    for start in tl.range(0, IN, TURN, num_stages=STAGES):
-        inside_SK = (start + sk_SK < IN) | WHOLE
-        x_SRK = tl.load(x + start, mask=live_R[None, :, None] & inside_SK[:, None, :], other=0.0)
-        if NORM:
-            wide_SRK = x_SRK.to(tl.float32)
-            norm_SK = tl.load(norm_I + start + sk_SK, mask=inside_SK, other=0.0).to(tl.float32)
-            if NORM_FIRST:
-                wide_SRK = (wide_SRK * scale_R[None, :, None]).to(dtype).to(tl.float32)
-            else:
-                square_SR += tl.sum(wide_SRK * wide_SRK, axis=2)
-            x_SRK = (wide_SRK * norm_SK[:, None, :]).to(dtype)
-        acc_SRO = _add_products(acc_SRO, x_SRK, weight + start, inside_SK, WHOLE)
-    if NORM_FIRST:
-        scale_R = scale_R * 0.0 + 1.0  # it is in the inputs
-    elif NORM:
-        scale_R = tl.rsqrt(tl.sum(square_SR, axis=0) / IN + eps)
-    total_RO = tl.sum(acc_SRO, axis=0) * scale_R[:, None]
-    if BIAS:
-        total_RO += tl.load(bias_O + read_O).to(tl.float32)[None]
-    total_RO = total_RO.to(dtype).to(tl.float32)  # the layer's output as torch would round it
+    total_RO = linear_tile(
+        x_RI, norm_I, weight_OI, bias_O, row_R, live_R, tl.minimum(column_O, OUT - 1), x_row_stride, weight_row_stride,
+        eps, dtype, IN, ROWS, COLUMNS, SLICES, STEP, STAGES, NORM, NORM_FIRST, BIAS,
+    ).to(tl.float32)  # fmt: skip
     live_RO = live_R[:, None] & live_O[None]
     if ADD:
         at_RO = (row_R.to(tl.int64) * residual_row_stride)[:, None] + column_O[None]
@@ -141,9 +155,9 @@ def _launch(
         return out_RO
     residual = out_RO if residual_RO is None else residual_RO  # not read, like the next two, where there is none
     residual = residual if residual.stride(1) == 1 else residual.contiguous()
-    tile = _tile(rows, inputs, outputs, x_RI.dtype)
+    tile = tile_of(rows, inputs, outputs, x_RI.dtype)
     with torch.cuda.device_of(x_RI):
-        _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, _ROWS))](
+        _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, TILE_ROWS))](
             out_RO,
             x_RI,
             x_RI if norm_H is None else norm_H,
@@ -157,7 +171,7 @@ def _launch(
             eps,
             IN=inputs,
             OUT=outputs,
-            ROWS=_ROWS,
+            ROWS=TILE_ROWS,
             COLUMNS=tile.columns,
             SLICES=tile.slices,
             STEP=tile.step,
@@ -172,14 +186,21 @@ def _launch(
     return out_RO
 
 
-def _tile(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> _Tile:
-    """`slices` and `step` set the order of sums: they must not follow from `rows`."""
+def tile_of(rows: int, inputs: int, outputs: int, dtype: torch.dtype, within: int = 0) -> Tile:
+    """`slices` and `step` set the order of sums: they must not follow from `rows`.
+
+    `within` is a multiple of `LEAST_COLUMNS` that the tile's columns are to divide.
+    """
+
+    def too_wide(columns: int) -> bool:
+        return within % columns > 0 or triton.cdiv(outputs, columns) * triton.cdiv(rows, TILE_ROWS) < _PROGRAMS
+
     columns = _MOST_COLUMNS
-    while columns > _LEAST_COLUMNS and triton.cdiv(outputs, columns) * triton.cdiv(rows, _ROWS) < _PROGRAMS:
+    while columns > LEAST_COLUMNS and too_wide(columns):
         columns //= 2
     if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
-        return _Tile(min(columns, 16), 4, 16, 2)
+        return Tile(min(columns, 16), 4, 16, 2)
     slices, step = 4, 64
-    turn_bytes = slices * step * dtype.itemsize * (_ROWS + columns)
+    turn_bytes = slices * step * dtype.itemsize * (TILE_ROWS + columns)
     in_flight = min(triton.cdiv(inputs, slices * step), _BYTES_IN_FLIGHT // turn_bytes, 5)
-    return _Tile(columns, slices, step, 1 + in_flight)
+    return Tile(columns, slices, step, 1 + in_flight)

@@ -29,6 +29,15 @@ def _fill_tables(cos_RD: tl.tensor, sin_RD: tl.tensor, positions_R: tl.tensor, i
 
 
 @triton.jit
+def turn(low: tl.tensor, high: tl.tensor, cos: tl.tensor, sin: tl.tensor, dtype: tl.constexpr
+         ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Pairs rotated, all in float32; each product is rounded before the sum."""
+    new_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+    new_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
+    return new_low.to(dtype), new_high.to(dtype)
+
+
+@triton.jit
 def rotate(low: tl.tensor, high: tl.tensor, is_query_N: tl.tensor, cos_D: tl.tensor, sin_D: tl.tensor,
            q_norm_D: tl.tensor, k_norm_D: tl.tensor, eps: tl.float32, dtype: tl.constexpr, HALF: tl.constexpr,
            BLOCK: tl.constexpr, NORM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
@@ -48,9 +57,7 @@ def rotate(low: tl.tensor, high: tl.tensor, is_query_N: tl.tensor, cos_D: tl.ten
         high = (high_weight * (high * scale_N1).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     cos = tl.load(cos_D + d, mask=inside_D, other=0.0).to(tl.float32)[None]
     sin = tl.load(sin_D + HALF + d, mask=inside_D, other=0.0).to(tl.float32)[None]
-    new_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
-    new_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
-    return new_low.to(dtype), new_high.to(dtype)
+    return turn(low, high, cos, sin, dtype)
 
 
 @triton.jit

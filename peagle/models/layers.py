@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from peagle.kernels.backend import use_triton_for_inference
 from peagle.kernels.fused_linear import linear_add, norm_linear, prefers_fused
+from peagle.kernels.norm_qkv_rope import NormedLinear
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, prefers_stream, stream_linear
@@ -35,6 +36,18 @@ class CachedAttend(Protocol):
         self, layer: int, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, heads: int, norms: HeadNorms | None
     ) -> Tensor:
         """Write the rows' rotated keys and their values; return their rotated queries, q_RND."""
+
+    def project_and_write(
+        self,
+        layer: int,
+        x_RH: Tensor,
+        qkv: NormedLinear,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
+        heads: int,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """`write_rope` of the normed and projected stream."""
 
     def read(self, layer: int, q_RND: Tensor) -> Tensor:
         """o_RND over what the cache holds."""
@@ -282,12 +295,10 @@ class Attention(nn.Module):
 
         With `rows_U`, the residual and the result are of these rows.
         """
-        qkv = self.qkv_proj
         if norm is None:
             o_RA = self._project_and_attend(x, cos_R1D, sin_R1D, attend, rows_U)
         else:
-            qkv_RA = norm_linear(x, norm.weight, norm.eps, qkv.weight, qkv.bias, backend=self.kernels)
-            o_RA = self._attend(qkv_RA, cos_R1D, sin_R1D, attend, rows_U)
+            o_RA = self._norm_and_attend(x, norm, cos_R1D, sin_R1D, attend, rows_U)
         return linear_add(o_RA, self.o_proj.weight, self.o_proj.bias, residual_RH, backend=self.kernels)
 
     def add_projected(
@@ -316,6 +327,16 @@ class Attention(nn.Module):
         q, _, _ = rope_qkv(q_UA, cos_R1D[rows_U], sin_R1D[rows_U], self.heads, 0, norms, backend=kernels)
         _, k, v = rope_qkv(kv_RA, cos_R1D, sin_R1D, 0, self.kv_heads, norms, backend=kernels)
         return attend(self.layer, q, k, v).flatten(-2)
+
+    def _norm_and_attend(
+        self, x: Tensor, norm: RMSNorm, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None
+    ) -> Tensor:
+        qkv = NormedLinear(norm.weight, norm.eps, self.qkv_proj.weight, self.qkv_proj.bias)
+        if self.kernels == "torch" or not isinstance(attend, CachedAttend):
+            return self._attend(norm_linear(x, *qkv, backend=self.kernels), cos_R1D, sin_R1D, attend, rows_U)
+        norms = self._head_norms()
+        q_RND = attend.project_and_write(self.layer, x, qkv, cos_R1D, sin_R1D, self.heads, norms)
+        return attend.read(self.layer, q_RND if rows_U is None else q_RND[rows_U]).flatten(-2)
 
     def _attend(
         self, qkv_RA: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None = None

@@ -16,6 +16,7 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies, use_kernels
 from peagle.models.weights import random_weights
 from tests.engine.tiny import tiny_spec
+from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 kernels = pytest.importorskip("peagle.kernels.fused_linear_triton", reason="needs triton")
@@ -194,7 +195,7 @@ def check_model(device: str, **changes: object) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-MODELS = ({}, {"qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True})
+MODELS = ({}, {"qkv_bias": True}, {"qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True})
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
@@ -210,7 +211,7 @@ def test_small_layers_of_few_rows_are_fused():
 
 @pytest.mark.parametrize("inputs,outputs", [(576, 1536), (896, 4864), (4096, 12288), (12288, 4096)])
 def test_the_order_of_sums_does_not_follow_from_the_rows(inputs: int, outputs: int):
-    tiles = [kernels._tile(rows, inputs, outputs, torch.bfloat16) for rows in range(1, 100)]
+    tiles = [kernels.tile_of(rows, inputs, outputs, torch.bfloat16) for rows in range(1, 100)]
     assert len({(tile.slices, tile.step) for tile in tiles}) == 1
     assert len({tile.columns for tile in tiles}) > (outputs < 2000)
 
@@ -267,30 +268,20 @@ def test_interpreted_decode(changes: dict[str, object], monkeypatch):
     launch = kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *args, **options: launches.append(1) or launch(*args, **options))
     check_model("cpu", **changes)
-    assert len(launches) == 2 * 2 * 3  # steps, layers, linears but the gated one
+    # Steps, layers, linears but the gated one, and but the projections that rotate as well.
+    assert len(launches) == 2 * 2 * (3 if "qk_norm" in changes else 2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("rows,inputs,outputs", [(8, 576, 1536), (14, 4096, 4096), (64, 896, 1152)])
 def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int):
     """On tensor cores, with loads in flight while products are made."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    fn, tile = kernels._linear_tile, kernels._tile(rows, inputs, outputs, torch.bfloat16)
-    constants = {
-        "IN": inputs, "OUT": outputs, "ROWS": kernels._ROWS, "COLUMNS": tile.columns, "SLICES": tile.slices,
-        "STEP": tile.step, "STAGES": tile.stages, "NORM": True, "NORM_FIRST": False, "BIAS": True,
-        "ADD": True,
-    }  # fmt: skip
-    kinds = {"rows": "i32", "eps": "fp32"} | {name: "i64" for name in fn.arg_names if name.endswith("_stride")}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in fn.arg_names}
-    aligned = [i for i, name in enumerate(fn.arg_names) if name not in constants and name not in ("rows", "eps")]
-    source = ASTSource(
-        fn, signature, constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    tile = kernels.tile_of(rows, inputs, outputs, torch.bfloat16)
+    compiled = compile_for_hopper(
+        kernels._linear_tile, {"rows": "i32", "eps": "fp32"}, tile.slices, IN=inputs, OUT=outputs,
+        ROWS=kernels.TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages, NORM=True,
+        NORM_FIRST=False, BIAS=True, ADD=True,
     )  # fmt: skip
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.slices})
     assert all(word in compiled.asm["ptx"] for word in ("mma.sync", "cp.async.cg"))
     assert compiled.metadata.shared < 113 << 10  # two programs of a multiprocessor
 

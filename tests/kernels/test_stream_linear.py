@@ -9,6 +9,7 @@ from torch import Tensor
 from peagle.kernels.rms_norm import add_rms_norm
 from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, prefers_stream, stream_linear
 from peagle.models import layers
+from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 from tests.kernels.test_fused_linear import MODELS, check_model, distance
 
@@ -159,24 +160,13 @@ def test_interpreted_model(changes: dict[str, object], monkeypatch):
 )
 def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int, kind: str):
     """On Hopper's tensor cores, with loads in flight while products are made."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    fn, tile = kernels._stream_tile, kernels._tile(rows, inputs, outputs, kind == "parts")
-    constants = {
-        "IN": inputs, "OUT": outputs // 2 if kind == "gated" else outputs, "CUT": inputs // tile.cuts,
-        "ROWS": tile.rows, "COLUMNS": kernels._COLUMNS, "STEP": kernels._STEP, "STAGES": tile.stages,
-        "GATED": kind == "gated", "BIAS": False, "PARTS": kind == "parts", "WHOLE": inputs % 512 == 0,
-    }  # fmt: skip
-    kinds = {"rows": "i32", "out": "*fp32" if kind == "parts" else "*bf16"}
-    kinds |= {name: "i64" for name in fn.arg_names if name.endswith("_stride")}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in fn.arg_names}
-    aligned = [i for i, name in enumerate(fn.arg_names) if name not in constants and name != "rows"]
-    source = ASTSource(
-        fn, signature, constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    tile = kernels._tile(rows, inputs, outputs, kind == "parts")
+    compiled = compile_for_hopper(
+        kernels._stream_tile, {"rows": "i32", "out": "*fp32" if kind == "parts" else "*bf16"}, 4,
+        IN=inputs, OUT=outputs // 2 if kind == "gated" else outputs, CUT=inputs // tile.cuts, ROWS=tile.rows,
+        COLUMNS=kernels._COLUMNS, STEP=kernels._STEP, STAGES=tile.stages, GATED=kind == "gated", BIAS=False,
+        PARTS=kind == "parts", WHOLE=inputs % 512 == 0,
     )  # fmt: skip
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert all(word in compiled.asm["ptx"] for word in ("wgmma", "cp.async.cg"))
     assert compiled.metadata.shared < 227 << 10
 
