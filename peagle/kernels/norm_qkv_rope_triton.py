@@ -23,7 +23,7 @@ def _store_pairs(to_RP: tl.tensor, low_RP: tl.tensor, high_RP: tl.tensor, live_R
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_R"])
-def _norm_qkv_rope(
+def _qkv_linear_tile(
     q_RND: tl.tensor,
     x_RI: tl.tensor,
     norm_I: tl.tensor,
@@ -100,7 +100,7 @@ def norm_qkv_rope_triton(
         return q_RND
     tile = tile_of(rows, inputs, outputs, x_RH.dtype, within=head_dim)
     with torch.cuda.device_of(x_RH):
-        _norm_qkv_rope[(outputs // tile.columns, triton.cdiv(rows, TILE_ROWS))](
+        _qkv_linear_tile[(outputs // tile.columns, triton.cdiv(rows, TILE_ROWS))](
             q_RND,
             x_RH,
             qkv.norm_H,

@@ -89,6 +89,7 @@ def test_steps_can_be_given_where_nothing_marks_them():
         ("nvjet_tst_128x8_64x12_4x1_v_bz_splitK_TNT", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matmul"),
         ("_linear_tile", "matmul"),
+        ("_qkv_linear_tile", "matmul"),
         ("void flash_fwd_splitkv_kernel", "attention"),
         ("_decode_tile", "attention"),
         ("_norm_row", "norm, rotation, gate"),
