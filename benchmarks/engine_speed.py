@@ -11,10 +11,7 @@ what was measured. Hardware: one GPU, 60 GB for the largest shape.
     python -m benchmarks.engine_speed --shapes qwen3-8b --methods p-eagle none --k 7 --seconds 120 --out FILE
     python -m benchmarks.engine_speed --device cpu --out FILE       # does the script itself work? a tiny shape
 
-A trained head instead, with the acceptance it has on prompts, beside plain decoding. Prompts are taken in batches of
-as many as decode at once, end tokens are ignored; --output-tokens 128 (the default there) is what most answers reach:
-
-    python -m benchmarks.engine_speed --target org/model --head runs/model/head --prompts mt_bench --k 5 7 --out FILE
+Trained heads on real prompts are for `peagle bench sweep`.
 """
 
 import argparse
@@ -23,14 +20,14 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.common import command, first_turns
+from benchmarks.common import command
 from benchmarks.speed_shapes import (
     CONCURRENCY,
     EAGLE3,
@@ -54,7 +51,6 @@ from peagle.bench.roofline import copy_bandwidth, step_cost
 from peagle.bench.stepping import Decoding, Window, decode_window, profile_steps
 from peagle.config import EngineConfig
 from peagle.devices import resolve_device, resolve_dtype
-from peagle.drafters.checkpoint import load_drafter
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.p_eagle import drafter_for
 from peagle.drafters.vocab import offsets
@@ -62,7 +58,6 @@ from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.models.layers import RMSNorm
 from peagle.models.target import Target, load_target
-from peagle.models.tokenizer import encode, render_chat
 from peagle.sampling import SamplingParams
 
 _WARM_UP_TOKENS = 128  # of the answers before anything is timed: graphs are captured, the allocator has filled
@@ -77,7 +72,7 @@ class Engine:
 
     setup: Setup
     llm: LLM
-    batches: Callable[[int], Sequence[Prompts]]  # what to answer at a concurrency, in turn
+    prompts: Prompts
     windows: dict[int, list[Window]] = field(default_factory=dict)
     profiles: dict[int, tuple[Profile, Window]] = field(default_factory=dict)  # and steps just before, not profiled
 
@@ -121,11 +116,9 @@ class Session:
         args = self.args
         settings = {
             "command": command(),
-            "prompt_tokens": PROMPT_TOKENS if args.target is None else None,
+            "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": args.output_tokens,
-            "target": args.target,
-            "head": str(args.head) if args.head else None,
-            "prompts": args.prompts if args.target else "random",
+            "prompts": "random",
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 1),
@@ -137,10 +130,7 @@ class Session:
 
 def main() -> None:
     args = _arguments()
-    if args.target is None:
-        _measure_shapes(args)
-    else:
-        _measure_head(args)
+    _measure_shapes(args)
     print(f"wrote {args.out}")
 
 
@@ -161,59 +151,18 @@ def _measure_shapes(args: argparse.Namespace) -> None:
         _free()
 
 
-def _measure_head(args: argparse.Namespace) -> None:
-    drafts = list(args.k)
-    session = Session(args, (1 + len(drafts)) * len(args.concurrency) * (args.repeats + 1))
-    target = load_target(args.target, dtype=session.dtype, device=session.device)
-    drafter = load_drafter(
-        args.head, target.model, target.spec, dtype=session.dtype, device=session.device, target_name=target.name
-    )
-    method = P_EAGLE if drafter.config.parallel else EAGLE3
-    prompts = chat_prompts(target, args.prompts, args.limit)
-    if len(prompts) < max(args.concurrency):
-        raise PeagleError(f"{len(prompts)} prompts are too few for {max(args.concurrency)} at once; lower that")
-
-    def batches(concurrency: int) -> Sequence[Prompts]:
-        return in_batches(prompts, concurrency)
-
-    length = max(map(len, prompts))
-    setups = [*(Setup(target.name, method, k, "real") for k in drafts), Setup(target.name, PLAIN, 0, "real")]
-    engines = [
-        Engine(setup, _llm(session, target, drafter if setup.num_drafts else None, setup, length), batches)
-        for setup in setups
-    ]
-    _take_turns(session, engines)
-
-
-def chat_prompts(target: Target, suite: str, limit: int) -> list[list[int]]:
-    """First turns of a prompt set as the target's template writes them, in tokens."""
-    turns = first_turns(suite, limit)
-    return [encode(target.tokenizer, render_chat(target.tokenizer, t, add_generation_prompt=True)) for t in turns]
-
-
-def in_batches(prompts: Prompts, concurrency: int) -> list[Prompts]:
-    """Prompts in batches of exactly so many; what is left over is left out."""
-    whole = len(prompts) // concurrency * concurrency
-    return [prompts[i : i + concurrency] for i in range(0, whole, concurrency)]
-
-
 def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
     """Warm up, then repeat by repeat every engine at every concurrency, then profile each."""
     args = session.args
     for engine in engines:
         for concurrency in args.concurrency:
-            decode_window(engine.llm, engine.batches(concurrency)[0], _params(_WARM_UP_TOKENS))
+            decode_window(engine.llm, engine.prompts[:concurrency], _params(_WARM_UP_TOKENS))
     for _ in range(args.repeats):
         for concurrency in args.concurrency:
             for engine in engines:
                 if session.is_over:
                     return
-                window = _sum(
-                    [
-                        decode_window(engine.llm, prompts, _params(args.output_tokens))
-                        for prompts in engine.batches(concurrency)
-                    ]
-                )
+                window = decode_window(engine.llm, engine.prompts[:concurrency], _params(args.output_tokens))
                 engine.windows.setdefault(concurrency, []).append(window)
                 session.measured(engine, concurrency)
     for engine in engines:
@@ -227,7 +176,7 @@ def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
 def _profile(engine: Engine, concurrency: int, steps: int) -> tuple[Profile, Window]:
     """Steps with the profiler, and as many before them without."""
     tokens = 2 * _WARM_UP_TOKENS + (2 * steps + 4) * (engine.setup.num_drafts + 1)
-    batch = Decoding(engine.llm, engine.batches(concurrency)[0], _params(tokens))
+    batch = Decoding(engine.llm, engine.prompts[:concurrency], _params(tokens))
     batch.settle()
     window = batch.advance(steps)
     profile = profile_steps(batch, steps)
@@ -239,7 +188,6 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
     setup, windows = engine.setup, engine.windows[concurrency]
     ms = [window.ms_per_step for window in windows]
     whole, (profile, beside) = _sum(windows), engine.profiles.get(concurrency, (None, None))
-    length = whole.acceptance_length if setup.acceptance == "real" else setup.acceptance_length
     drafter = engine.llm.drafter
     cost = step_cost(
         engine.llm.target.spec,
@@ -247,7 +195,7 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
         setup.num_drafts,
         requests=concurrency,
         context=whole.context,
-        acceptance_length=length,
+        acceptance_length=setup.acceptance_length,
         dtype=dtype,
     )
     floor_ms = cost.floor_ms(bandwidth)
@@ -259,12 +207,12 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
         num_speculative_tokens=setup.num_drafts,
         concurrency=concurrency,
         acceptance=setup.acceptance,
-        acceptance_length=round(length, 4),
+        acceptance_length=setup.acceptance_length,
         acceptance_length_measured=round(whole.acceptance_length, 4),
         ms_per_step=round(median(ms), 4),
         ms_per_step_lowest=round(min(ms), 4),
         ms_per_step_highest=round(max(ms), 4),
-        tokens_per_second=round(1e3 * length * concurrency / median(ms), 1),
+        tokens_per_second=round(1e3 * setup.acceptance_length * concurrency / median(ms), 1),
         repeats=len(ms),
         steps=whole.steps,
         mean_context=round(whole.context, 1),
@@ -281,15 +229,9 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
 
 
 def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup) -> Engine:
-    prompts = random_prompts(target.spec.vocab_size, max(session.args.concurrency))
-    llm = _llm(session, target, drafter, setup, PROMPT_TOKENS)
-    return Engine(setup, llm, lambda concurrency: [prompts[:concurrency]])
-
-
-def _llm(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup, prompt_tokens: int) -> LLM:
     args = session.args
     longest = max(args.output_tokens, 2 * _WARM_UP_TOKENS + (2 * args.profile_steps + 4) * (setup.num_drafts + 1))
-    length = prompt_tokens + longest + 2 * setup.num_drafts + 1
+    length = PROMPT_TOKENS + longest + 2 * setup.num_drafts + 1
     config = EngineConfig(
         dtype=args.dtype,
         device=args.device,
@@ -299,9 +241,9 @@ def _llm(session: Session, target: Target, drafter: Eagle3Drafter | None, setup:
         num_kv_blocks=max(args.concurrency) * (-(-length // _BLOCK_SIZE) + 1),
         enable_prefix_caching=False,
     )
-    rate = geometric_rate(setup.acceptance_length, setup.num_drafts) if setup.acceptance != "real" else None
-    rates = None if rate is None or drafter is None else (rate,) * setup.num_drafts
-    return LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
+    rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
+    llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
+    return Engine(setup, llm, random_prompts(target.spec.vocab_size, max(args.concurrency)))
 
 
 def dummy_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
@@ -362,23 +304,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-equal", action="store_true", help="leave out EAGLE-3 at P-EAGLE's acceptance lengths")
     parser.add_argument("--concurrency", nargs="+", type=int)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output-tokens", type=int, help=f"per request; default {OUTPUT_TOKENS}, 128 with --target")
+    parser.add_argument("--output-tokens", type=int, help=f"per request; default {OUTPUT_TOKENS}")
     parser.add_argument("--profile-steps", type=int, default=24)
     parser.add_argument("--seconds", type=float, help="stop the grid after so long")
     parser.add_argument("--bandwidth", type=float, help="of the memory, GB/s (H200: 4800); default: that of a copy")
-    parser.add_argument("--target", metavar="MODEL", help="a real target, with --head and --prompts")
-    parser.add_argument("--head", type=Path, metavar="DIR")
-    parser.add_argument("--prompts", default="mt_bench", help="mt_bench, humaneval, gsm8k, mbpp or a prompts file")
-    parser.add_argument("--limit", type=int, default=64, help="prompts, from the top")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    if (args.target is None) != (args.head is None):
-        parser.error("--target and --head belong together")
     cpu = resolve_device(args.device).type == "cpu"
     args.shapes = args.shapes or (["tiny"] if cpu else list(REAL_SHAPES))
     args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
-    args.output_tokens = args.output_tokens or (64 if cpu else OUTPUT_TOKENS if args.target is None else 128)
+    args.output_tokens = args.output_tokens or (64 if cpu else OUTPUT_TOKENS)
     return args
 
 

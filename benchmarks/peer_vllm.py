@@ -15,10 +15,6 @@ on vLLM's V1 model runner only, the others are fastest on V2. A step's time is t
 x requests x mean acceptance length / tokens, because vLLM's front end may see two steps at once. Hardware: one GPU.
 
     python -m benchmarks.peer_vllm --kit KIT --shapes smollm2-135m qwen3-8b --k 7 3 --seconds 560 --out FILE
-
-A trained head, as in benchmarks.engine_speed:
-
-    python -m benchmarks.peer_vllm --target org/model --head runs/model/head --prompts mt_bench --k 5 7 --out FILE
 """
 
 import argparse
@@ -40,7 +36,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command
-from benchmarks.engine_speed import chat_prompts, dummy_drafter, dummy_target, in_batches
+from benchmarks.engine_speed import dummy_drafter, dummy_target
 from benchmarks.speed_shapes import (
     CONCURRENCY,
     EAGLE3,
@@ -62,11 +58,9 @@ from peagle.bench.profile import Profile, read_trace, summarise
 from peagle.bench.report import write_result
 from peagle.bench.stepping import SETTLED
 from peagle.devices import resolve_device
-from peagle.drafters.checkpoint import load_drafter, save_drafter
+from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.eagle3 import DrafterConfig
-from peagle.errors import PeagleError
 from peagle.models.spec import ModelSpec, spec_from_hf
-from peagle.models.target import load_target
 
 _WORKER = Path(__file__).with_name("peer_vllm_worker.py")
 _SPARE_TOKENS = 64  # of a request's cache
@@ -137,7 +131,7 @@ class Worker:
 def main() -> None:
     args = _arguments()
     args.work.mkdir(parents=True, exist_ok=True)
-    setups = _real_setups(args) if args.target else _shape_setups(args)
+    setups = _shape_setups(args)
     deadline = time.monotonic() + args.seconds if args.seconds else float("inf")
     rows: list[EngineSpeedRow] = []
     versions: set[str] = set()
@@ -163,26 +157,6 @@ def _shape_setups(args: argparse.Namespace) -> list[Setup]:
         del target
         _free()
     return setups
-
-
-def _real_setups(args: argparse.Namespace) -> list[Setup]:
-    target = load_target(args.target, dtype=torch.bfloat16, device=torch.device("cpu"))
-    drafter = load_drafter(
-        args.head, target.model, target.spec, dtype=torch.bfloat16, device=torch.device("cpu"), target_name=target.name
-    )
-    method = P_EAGLE if drafter.config.parallel else EAGLE3
-    args.real_target, args.real_spec, args.real_drafter = target.path, target.spec, drafter.config
-    args.real_prompts = chat_prompts(target, args.prompts, args.limit)
-    if len(args.real_prompts) < max(args.concurrency):
-        raise PeagleError(
-            f"{len(args.real_prompts)} prompts are too few for {max(args.concurrency)} at once; lower that"
-        )
-    save_drafter(drafter, _draft_dir(args, target.name, method), compact=False, base_model=target.name, extra={})
-    del drafter
-    name = target.name
-    del target
-    _free()
-    return [*(Setup(name, method, k, "real") for k in args.k), Setup(name, PLAIN, 0, "real")]
 
 
 def _measure(args: argparse.Namespace, setups: Sequence[Setup], deadline: float) -> Iterator[tuple[Setup, Json]]:
@@ -256,24 +230,19 @@ def _start(args: argparse.Namespace, setup: Setup) -> Worker:
 
 def make_job(args: argparse.Namespace, setup: Setup, folder: Path) -> dict[str, Any]:
     """What a worker is told."""
-    real, drafts = setup.acceptance == "real", setup.num_drafts
-    spec = args.real_spec if real else spec_from_hf(hf_config(setup.shape))
-    drafter = None
-    if drafts:
-        drafter = args.real_drafter if real else drafter_config(spec, setup.method)
-    prompts = args.real_prompts if real else random_prompts(spec.vocab_size, max(args.concurrency))
-    batches = {c: in_batches(prompts, c) if real else [prompts[:c]] for c in args.concurrency}
-    rate = None if real or not drafts else geometric_rate(setup.acceptance_length, drafts)
-    longest = max(map(len, prompts)) + args.output_tokens + _SPARE_TOKENS
+    drafts, spec = setup.num_drafts, spec_from_hf(hf_config(setup.shape))
+    drafter = drafter_config(spec, setup.method) if drafts else None
+    prompts = random_prompts(spec.vocab_size, max(args.concurrency))
+    rate = geometric_rate(setup.acceptance_length, drafts) if drafts else None
+    longest = PROMPT_TOKENS + args.output_tokens + _SPARE_TOKENS
     return {
-        "target": str(args.real_target if real else _target_dir(args, setup.shape).resolve()),
+        "target": str(_target_dir(args, setup.shape).resolve()),
         "draft": str(_draft_dir(args, setup.shape, setup.method).resolve()) if drafts else None,
         "num_drafts": drafts,
         "parallel": setup.method == P_EAGLE,
         "runner": _runner(args, setup),
         "rates": None if rate is None else [rate**i for i in range(1, drafts + 1)],  # vLLM's count all rounds
-        "dummy": not real,
-        "batches": batches,
+        "batches": {c: prompts[:c] for c in args.concurrency},
         "repeats": args.repeats,
         "output_tokens": args.output_tokens,
         "settle": SETTLED,
@@ -302,34 +271,29 @@ def _rows(args: argparse.Namespace, setup: Setup, result: Json) -> list[EngineSp
     return [
         peer_row(setup, int(concurrency), windows, profiles.get(int(concurrency)))
         for concurrency, windows in result["windows"].items()
-        if any(window["tokens"] for repeat in windows for window in repeat)
+        if any(window["tokens"] for window in windows)
     ]
 
 
-def peer_row(
-    setup: Setup, concurrency: int, repeats: Sequence[Sequence[Json]], profile: Profile | None
-) -> EngineSpeedRow:
-    """The row of some repeats, each a list of windows as the worker saw them."""
-    windows = [window for repeat in repeats for window in repeat]
-    rounds, accepted = (sum(window[key] for window in windows) for key in ("rounds", "accepted"))
+def peer_row(setup: Setup, concurrency: int, seen: Sequence[Json], profile: Profile | None) -> EngineSpeedRow:
+    """The row of some repeats as the worker saw them; those without a window do not count."""
+    windows = [window for window in seen if window["tokens"]]
+    rounds, accepted, tokens = (sum(window[key] for window in windows) for key in ("rounds", "accepted", "tokens"))
     measured = 1 + accepted / rounds if rounds else 1.0
-    ms = [_ms_per_step(repeat, concurrency) for repeat in repeats if any(window["tokens"] for window in repeat)]
-    length = measured if setup.acceptance == "real" else setup.acceptance_length
-    tokens = sum(window["tokens"] for window in windows)
-    usable = [window for window in windows if window["tokens"]]
-    lengths = [window["prompt_tokens"] + window["first_token"] + window["tokens"] / 2 for window in usable]
+    ms = [_ms_per_step(window, concurrency) for window in windows]
+    lengths = [window["prompt_tokens"] + window["first_token"] + window["tokens"] / 2 for window in windows]
     return EngineSpeedRow(
         shape=setup.shape,
         method=setup.method,
         num_speculative_tokens=setup.num_drafts,
         concurrency=concurrency,
         acceptance=setup.acceptance,
-        acceptance_length=round(length, 4),
+        acceptance_length=setup.acceptance_length,
         acceptance_length_measured=round(measured, 4),
         ms_per_step=round(median(ms), 4),
         ms_per_step_lowest=round(min(ms), 4),
         ms_per_step_highest=round(max(ms), 4),
-        tokens_per_second=round(1e3 * length * concurrency / median(ms), 1),
+        tokens_per_second=round(1e3 * setup.acceptance_length * concurrency / median(ms), 1),
         repeats=len(ms),
         steps=round(tokens / (measured * concurrency)),
         mean_context=round(sum(lengths) / len(lengths) / concurrency, 1),
@@ -341,12 +305,10 @@ def peer_row(
     )
 
 
-def _ms_per_step(repeat: Sequence[Json], concurrency: int) -> float:
-    """Of one repeat's windows together, at the acceptance length they had."""
-    rounds, accepted = (sum(window[key] for window in repeat) for key in ("rounds", "accepted"))
-    length = 1 + accepted / rounds if rounds else 1.0
-    seconds, tokens = (sum(window[key] for window in repeat) for key in ("seconds", "tokens"))
-    return 1e3 * seconds * length * concurrency / tokens
+def _ms_per_step(window: Json, concurrency: int) -> float:
+    """At the acceptance length that the window had."""
+    length = 1 + window["accepted"] / window["rounds"] if window["rounds"] else 1.0
+    return 1e3 * window["seconds"] * length * concurrency / window["tokens"]
 
 
 def _profiles(args: argparse.Namespace, setup: Setup, result: Json) -> dict[int, Profile]:
@@ -366,11 +328,9 @@ def _write(args: argparse.Namespace, rows: Sequence[EngineSpeedRow], versions: s
         "command": command(),
         "engine": f"vLLM {', '.join(sorted(versions))}",
         "runner": "V1 for p-eagle, V2 for the others" if args.runner == "auto" else args.runner.upper(),
-        "prompt_tokens": None if args.target else PROMPT_TOKENS,
+        "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": args.output_tokens,
-        "target": args.target,
-        "head": str(args.head) if args.head else None,
-        "prompts": args.prompts if args.target else "random",
+        "prompts": "random",
         "dtype": "bfloat16",
         "definition": "tokens per second = acceptance length x requests / time of a step, prefill left out",
     }
@@ -406,18 +366,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCY))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", nargs="*", type=int, default=[1], help="concurrencies to profile as well")
-    parser.add_argument("--output-tokens", type=int, help=f"per request; default {OUTPUT_TOKENS}, 128 with --target")
+    parser.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS, help="per request")
     parser.add_argument("--seconds", type=float, help="stop after so long")
-    parser.add_argument("--target", metavar="MODEL", help="a real target, with --head and --prompts")
-    parser.add_argument("--head", type=Path, metavar="DIR")
-    parser.add_argument("--prompts", default="mt_bench", help="mt_bench, humaneval, gsm8k, mbpp or a prompts file")
-    parser.add_argument("--limit", type=int, default=64, help="prompts, from the top")
     args = parser.parse_args()
-    if (args.target is None) != (args.head is None):
-        parser.error("--target and --head belong together")
     if args.kit is not None and not (args.kit / "site").is_dir():
         parser.error(f"{args.kit} has no folder `site`")
-    args.output_tokens = args.output_tokens or (OUTPUT_TOKENS if args.target is None else 128)
     return args
 
 

@@ -29,15 +29,15 @@ def main() -> None:
     path.with_suffix(".ready").touch()
     while not path.with_suffix(".go").exists():
         time.sleep(0.05)
-    for concurrency, batches in job["batches"].items():
-        _answer(llm, job, batches[0], 48)
-        _answer(llm, job, batches[0], 160)  # past every size of batch and of context that compiles something
-        windows = [[_answer(llm, job, batch, job["output_tokens"]) for batch in batches] for _ in range(job["repeats"])]
+    for concurrency, prompts in job["batches"].items():
+        _answer(llm, job, prompts, 48)
+        _answer(llm, job, prompts, 160)  # past every size of batch and of context that compiles something
+        windows = [_answer(llm, job, prompts, job["output_tokens"]) for _ in range(job["repeats"])]
         result["windows"][concurrency] = windows
         _write(path, result)
     for concurrency in map(str, job["profile"]):
         llm.start_profile()
-        seen = _answer(llm, job, job["batches"][concurrency][0], 64)
+        seen = _answer(llm, job, job["batches"][concurrency], 64)
         llm.stop_profile()
         result.setdefault("profiled", {})[concurrency] = seen
         _write(path, result)
@@ -63,6 +63,8 @@ def engine_arguments(job: Job) -> dict[str, Any]:
         "disable_log_stats": False,  # its counters say what was accepted
         "seed": 0,
         "generation_config": "vllm",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
         "compilation_config": {"cudagraph_capture_sizes": captured, "max_cudagraph_capture_size": captured[-1]},
         "profiler_config": {
             "profiler": "torch",
@@ -71,8 +73,6 @@ def engine_arguments(job: Job) -> dict[str, Any]:
             "torch_profiler_dump_cuda_time_total": False,
         },
     }
-    if job["dummy"]:
-        arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
     if job["draft"] is not None:
         arguments["speculative_config"] = {
             "method": "eagle3",

@@ -92,7 +92,7 @@ _EAGLE3_LENGTHS = MappingProxyType({3: 2.65, 5: 2.90, 7: 3.03})
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One engine to measure. `acceptance`: "assumed" or "equal" as above, "real" for a trained head."""
+    """One engine to measure. `acceptance`: "assumed" or "equal" as above."""
 
     shape: str
     method: str
@@ -120,10 +120,10 @@ class EngineSpeedRow:
     """One engine at one concurrency (result names `engine-speed-*` and `peer-vllm-*`).
 
     Only steps in which all requests decode are timed; `ms_per_step` is the median of the repeats, a step one round of
-    every request. `tokens_per_second` is `acceptance_length` x concurrency / `ms_per_step`: with acceptance by chance
-    the length set, with a trained head the length measured. `gpu_busy_ms` is of a profiled step, `gpu_busy_share` that
-    over the time of the steps just before it; `drafting_ms` is what of it is the drafter's. `floor_ms` is what reading
-    weights, keys and values takes at the bandwidth in the settings. None is what was not profiled or computed.
+    every request. `tokens_per_second` is `acceptance_length`, the one set, x concurrency / `ms_per_step`. `gpu_busy_ms`
+    is of a profiled step, `gpu_busy_share` that over the time of the steps just before it; `drafting_ms` is what of it
+    is the drafter's. `floor_ms` is what reading weights, keys and values takes at the bandwidth in the settings. None
+    is what was not profiled or computed.
     """
 
     shape: str

@@ -228,13 +228,15 @@ def _engine_speed(rows: Sequence[Json]) -> str:
     lines: dict[tuple[str, ...], dict[int, Json]] = {}
     for row in rows:
         lines.setdefault(_engine(row), {})[row["concurrency"]] = row
-    header = ("shape", "method", "K", "AL", *(f"c={c}: ms a step, tok/s" for c in at_once), "GPU busy", "x floor")
+    speeds = (f"c={c}: ms a step, tok/s" for c in at_once)
+    header = ("shape", "method", "K", "AL", *speeds, "drafting ms", "GPU busy", "x floor")
     return markdown_table(
         header,
         [
             (
                 *engine,
                 *(_step_and_speed(of.get(concurrency)) for concurrency in at_once),
+                " ".join(_milliseconds(of.get(concurrency), "drafting_ms") for concurrency in at_once),
                 " ".join(_share(of.get(concurrency), "gpu_busy_share") for concurrency in at_once),
                 " ".join(_times(of.get(concurrency), "times_floor") for concurrency in at_once),
             )
@@ -246,17 +248,17 @@ def _engine_speed(rows: Sequence[Json]) -> str:
 def _engine(row: Json) -> tuple[str, ...]:
     note = " (equal AL)" if row["acceptance"] == "equal" else ""
     drafts = str(row["num_speculative_tokens"] or "")
-    # By chance the length is set, and the same at every concurrency; a head's own differs a little.
-    length = "as measured" if row["acceptance"] == "real" and drafts else f"{row['acceptance_length']:.2f}"
-    return (row["shape"], row["method"] + note, drafts, length)
+    return (row["shape"], row["method"] + note, drafts, f"{row['acceptance_length']:.2f}")
 
 
 def _step_and_speed(row: Json | None) -> str:
     if row is None:
         return ""
-    real = row["acceptance"] == "real" and row["num_speculative_tokens"]
-    length = f", AL {row['acceptance_length']:.2f}" if real else ""
-    return f"{row['ms_per_step']:.2f}, **{row['tokens_per_second']:,.0f}**{length}"
+    return f"{row['ms_per_step']:.2f}, **{row['tokens_per_second']:,.0f}**"
+
+
+def _milliseconds(row: Json | None, key: str) -> str:
+    return "–" if row is None or row.get(key) is None else f"{row[key]:.2f}"
 
 
 def _share(row: Json | None, key: str) -> str:

@@ -120,13 +120,6 @@ def test_the_table(tmp_path):
         assert "| qwen3-8b | none |  | 1.00 | 5.25, **6,004** |  | – – | – – |" in text
 
 
-def test_the_table_of_a_real_head(tmp_path):
-    row = EngineSpeedRow(**asdict(ROW) | dict(acceptance="real"))
-    write_result(tmp_path / "r.json", "engine-speed-x", {}, {"rows": [row]})
-    text = render_block("engine-speed-x", read_result(tmp_path / "r.json"))
-    assert "| qwen3-8b | p-eagle | 7 | as measured | 5.25, **6,004**, AL 3.94 |" in text
-
-
 def test_the_table_of_a_profile(tmp_path):
     row = dict(group="matmul", calls_per_step=120.0, ms_per_step=1.5, share=0.625)
     write_result(tmp_path / "r.json", "profile-x", {}, {"rows": [row]})
@@ -143,12 +136,10 @@ def test_a_row_of_windows_and_a_profile():
         target=SimpleNamespace(spec=spec), drafter=SimpleNamespace(config=drafter_config(spec, P_EAGLE))
     )
     windows = [Window(2, seconds, 10, 70, 300.0) for seconds in (0.05, 0.04, 0.09)]
-    engine = Engine(Setup("tiny", P_EAGLE, 7), llm, lambda _: [], {2: windows})
+    engine = Engine(Setup("tiny", P_EAGLE, 7), llm, [], {2: windows})
     row = _row(engine, 2, 1e9, torch.bfloat16)
     assert (row.ms_per_step, row.ms_per_step_lowest, row.ms_per_step_highest) == (5.0, 4.0, 9.0)
     assert row.tokens_per_second == pytest.approx(3.94 * 2 / 0.005)
     assert (row.acceptance_length_measured, row.steps, row.gpu_busy_ms) == (3.5, 30, None)
     engine.profiles[2] = (summarise([Event("gemm", 0, 8000, "kernel")], steps=4), engine.windows[2][0])
     assert _row(engine, 2, 1e9, torch.bfloat16).gpu_busy_share == 0.4
-    real = Engine(Setup("tiny", P_EAGLE, 7, "real"), llm, lambda _: [], {2: windows})
-    assert _row(real, 2, 1e9, torch.bfloat16).acceptance_length == 3.5

@@ -127,7 +127,7 @@ def test_what_an_engine_is_told(tmp_path):
     assert job["rates"][0] > job["rates"][1] > job["rates"][6]
     assert 1 + sum(job["rates"]) == pytest.approx(3.94)
     assert job["runner"] is None
-    assert [len(batch) for batch in job["batches"][3]] == [3]
+    assert len(job["batches"][3]) == 3
     assert job["kv_bytes"] > 40 * 2 * 8 * 128 * 2 * 3 * 192
     settings = engine_arguments(json.loads(json.dumps(job)))
     assert settings["speculative_config"]["rejection_sample_method"] == "synthetic"
@@ -146,14 +146,12 @@ def test_time_of_a_step_is_that_of_a_round():
         requests=2, rounds=40, accepted=40, tokens=40, seconds=0.05, first_token=34, all_tokens=80, prompt_tokens=256
     )
     slower = window | dict(seconds=0.07)
-    row = peer_vllm.peer_row(Setup("tiny", P_EAGLE, 3), 2, [[window], [slower], [window]], None)
+    row = peer_vllm.peer_row(Setup("tiny", P_EAGLE, 3), 2, [window, slower, window, window | dict(tokens=0)], None)
     assert row.ms_per_step == 5.0
     assert row.ms_per_step_highest == 7.0
     assert row.acceptance_length_measured == 2.0
     assert row.tokens_per_second == pytest.approx(3.02 * 2 / 0.005)
     assert row.mean_context == (256 + 34 + 20) / 2
-    real = peer_vllm.peer_row(Setup("tiny", P_EAGLE, 3, "real"), 2, [[window, window]], None)
-    assert real.tokens_per_second == pytest.approx(2.0 * 2 / 0.005)
 
 
 def test_the_profile_of_an_engine(tmp_path):
