@@ -197,3 +197,10 @@ def test_an_eagle3_head_is_read_once_per_draft():
 def test_bandwidth_of_this_machine(monkeypatch):
     monkeypatch.setattr("peagle.bench.roofline._COPY_BYTES", {"cpu": 1 << 20})
     assert copy_bandwidth(torch.device("cpu")) > 1e7
+
+
+def test_drafting_is_from_the_layout_to_the_commit():
+    names = ("gemm", "_lay_out_request", "gemm", "_commit_request", "copy", "_lay_out_request", "_commit_request")
+    events = [Event(name, 10.0 * i, 4.0, "kernel") for i, name in enumerate(names)]
+    assert summarise(events, steps=2).drafting_us == 24.0 + 14.0
+    assert summarise(events[:1], steps=1).drafting_us == 0.0
