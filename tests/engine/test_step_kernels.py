@@ -54,15 +54,9 @@ def test_in_the_interpreter():
 
 @interpreter
 @pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
-@pytest.mark.parametrize("head", HEADS)
-def test_interpreted(head: str):
-    check(head, "cpu", prompts=2, max_tokens=6)
-
-
-@interpreter
-@pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
-def test_interpreted_with_top_k_and_top_p():
-    check("p-eagle", "cpu", prompts=2, max_tokens=3, top_k=9, top_p=0.8)
+@pytest.mark.parametrize("head,filters", [("p-eagle", {"top_k": 9, "top_p": 0.8}), ("eagle-3", {})])
+def test_interpreted(head: str, filters: dict[str, Any]):
+    check(head, "cpu", prompts=2, max_tokens=4, **filters)
 
 
 @gpu
