@@ -213,7 +213,7 @@ def test_bad_input_is_named_before_anything_is_loaded(tiny, tmp_path, monkeypatc
     monkeypatch.setattr("peagle.bench.evaluate.load_target", lambda *_, **__: pytest.fail("loaded"))
     model, _, prompts = tiny
     for changes, words in (
-        ({"sets": ("nothing",)}, "neither a prompts file nor one of"),
+        ({"sets": ("nothing",)}, "neither a file nor one of"),
         ({"sets": (str(prompts), str(prompts))}, "two prompt sets are called chats"),
     ):
         with pytest.raises(PeagleError, match=words):

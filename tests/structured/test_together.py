@@ -1,4 +1,4 @@
-"""Everything that a request may ask for in one batch: grammar, log-probabilities, shown drafts, penalties, no drafts."""
+"""All that requests may ask for in one batch: grammar, log-probabilities, shown drafts, penalties, no drafts."""
 
 from dataclasses import replace
 
