@@ -110,6 +110,13 @@ def test_the_best_k_joins_all_sets():
     assert best_drafts(made.rows(), EAGLE3) == {}
 
 
+def test_of_equally_fast_k_the_least_is_best():
+    made = results({Setup(P_EAGLE, k): [run([1.0])] for k in (5, 3, 7)})
+    assert best_drafts(made.rows(), P_EAGLE) == {2: 3}
+    made.add(0, Cell("a", 2, BASE), run([1.0]))
+    assert best_drafts(made.rows(), P_EAGLE) == {2: 0}
+
+
 def test_only_what_changed_is_computed_anew():
     made = results({FAST: [run([1.0])]})
     made.add(0, Cell("b", 2, FAST), run([1.0]))
