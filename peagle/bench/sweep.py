@@ -255,7 +255,7 @@ def choose_methods(config: SweepConfig, heads: Mapping[str, object]) -> list[str
 
 
 def check_out(out: Path, *, resume: bool) -> None:
-    """Raises PeagleError for a result that would be lost, and for one that is not there to go on with."""
+    """Raises PeagleError for a result that would be lost, and for a name that is none of a result."""
     if out.suffix != ".json":
         raise PeagleError(f"--out is {out}: give a file name that ends in .json")
     there = next((path for path in (out, runs_of(out)) if path.exists()), None)
