@@ -242,6 +242,8 @@ def test_a_template_without_tools():
         settle_tools(tools, None, True, "hermes", knows_tools=False)
     named = NamedTool(type="function", function={"name": "f"})
     use = settle_tools(tools, named, True, "hermes", knows_tools=False)
+    assert "tags_with_separator" not in use.outputs().tag  # one call, though several are allowed
+    assert "tags_with_separator" in settle_tools(tools, "required", True, "hermes", knows_tools=False).outputs().tag
     call = {"id": "", "type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
     turns = [
         {"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"},
