@@ -13,7 +13,7 @@ from peagle.kernels.backend import use_triton_for_inference
 from peagle.kernels.rms_norm import rms_norm_ref
 
 LEAST_COLUMNS = 8  # of a program of the Triton forms; tensor cores multiply no fewer
-# Where they are taken to be faster than cuBLAS on an H200; `benchmarks/model_kernels.py` measures it.
+# Where they are faster than cuBLAS on an H200, see docs/decisions.md.
 _MOST_ROWS = 16  # that tensor cores multiply as one
 _LARGEST_WEIGHT = 1 << 22  # elements
 
