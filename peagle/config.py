@@ -6,11 +6,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from peagle.checks import check_at_least as _check_at_least
-from peagle.checks import check_between as _check_between
-from peagle.checks import check_choice as _check_choice
-from peagle.checks import check_positive as _check_positive
-from peagle.checks import check_share as _check_share
+from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share
 from peagle.errors import PeagleError
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -200,12 +196,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
-        _check_choice(self, "attention", "auto", "torch", "triton")
-        _check_choice(self, "load_format", "auto", "dummy")
-        _check_choice(self, "kernels", "auto", "torch", "triton")
-        _check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
-        _check_at_least(self, 1, "max_model_len", "num_kv_blocks")
-        _check_share(self, "(0, 1]", "gpu_memory_utilization")
+        check_choice(self, "attention", "auto", "torch", "triton")
+        check_choice(self, "load_format", "auto", "dummy")
+        check_choice(self, "kernels", "auto", "torch", "triton")
+        check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
+        check_at_least(self, 1, "max_model_len", "num_kv_blocks")
+        check_share(self, "(0, 1]", "gpu_memory_utilization")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,12 +227,12 @@ class ServeConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        _check_between(self, 0, 65535, "port")
-        _check_choice(self, "tool_call_parser", "auto", "hermes", "llama3_json")
-        _check_choice(self, "reasoning_parser", "auto", "think", "none")
-        _check_at_least(self, 1, "max_waiting")
-        _check_positive(self, "request_timeout")
-        _check_between(self, 0, 86400, "drain_seconds")
+        check_between(self, 0, 65535, "port")
+        check_choice(self, "tool_call_parser", "auto", "hermes", "llama3_json")
+        check_choice(self, "reasoning_parser", "auto", "think", "none")
+        check_at_least(self, 1, "max_waiting")
+        check_positive(self, "request_timeout")
+        check_between(self, 0, 86400, "drain_seconds")
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise PeagleError(f"{name} is empty: give one, or leave it out")
@@ -261,8 +257,8 @@ class ProfileConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "concurrency", "steps", "prompt_tokens")
-        _check_choice(self, "load_format", "auto", "dummy")
+        check_at_least(self, 1, "concurrency", "steps", "prompt_tokens")
+        check_choice(self, "load_format", "auto", "dummy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,10 +275,10 @@ class SelfPromptConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "count", "max_tokens", "max_num_seqs")
+        check_at_least(self, 1, "count", "max_tokens", "max_num_seqs")
         if self.temperature == 0.0:
             raise PeagleError("temperature is 0: every draw would be the same, give a positive number")
-        _check_between(self, 0, 2**23 - 1, "seed")
+        check_between(self, 0, 2**23 - 1, "seed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,7 +298,7 @@ class PrepareConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "shard_size", "limit", "max_num_seqs", "max_prompt_tokens")
+        check_at_least(self, 1, "shard_size", "limit", "max_num_seqs", "max_prompt_tokens")
         if not self.temperatures or len(set(self.temperatures)) != len(self.temperatures):
             raise PeagleError(f"temperatures are {list(self.temperatures)}: give at least one, each only once")
 
@@ -317,7 +313,7 @@ class ExtractConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_positive(self, "shard_gib")
+        check_positive(self, "shard_gib")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,23 +383,23 @@ class TrainConfig:
     int8: bool = False
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "segments", "loss_chunk", "accumulate")
-        _check_at_least(self, 1, "max_steps", "log_interval", "save_interval", "eval_interval", "keep")
-        _check_at_least(self, 0, "warmup_steps", "holdout", "serve_tokens")
-        _check_at_least(self, max(1, self.num_depths - 1), "chunk_rows")  # a chain is never cut
-        _check_positive(self, "epochs", "muon_lr", "adamw_lr", "clip_norm", "max_seconds")
-        _check_share(self, "(0, 1]", "keep_ratio", "depth_decay", "supervised_share")
-        _check_share(self, "[0, 1]", "min_keep", "tv_weight")
-        _check_share(self, "(0, 1)", "ema_decay")
-        _check_between(self, 1, MAX_SPECULATIVE_TOKENS, "serve_k")
-        _check_between(self, 0, 2**63 - 1, "seed")
-        _check_choice(self, "method", "p-eagle", "eagle3")
-        _check_choice(self, "partition", "prefix-once", "algorithm1", "flat")
-        _check_choice(self, "parallel", "ddp", "fsdp")
-        _check_choice(self, "loss", "soft-ce", "kl", "hard-ce")
-        _check_choice(self, "depth_weight", "flat", "per-depth", "gamma")
-        _check_choice(self, "optimizer", "muon", "adamw")
-        _check_choice(self, "attention", "auto", "reference", "flex", "kernel")
+        check_at_least(self, 1, "num_layers", "num_depths", "batch_positions", "segments", "loss_chunk", "accumulate")
+        check_at_least(self, 1, "max_steps", "log_interval", "save_interval", "eval_interval", "keep")
+        check_at_least(self, 0, "warmup_steps", "holdout", "serve_tokens")
+        check_at_least(self, max(1, self.num_depths - 1), "chunk_rows")  # a chain is never cut
+        check_positive(self, "epochs", "muon_lr", "adamw_lr", "clip_norm", "max_seconds")
+        check_share(self, "(0, 1]", "keep_ratio", "depth_decay", "supervised_share")
+        check_share(self, "[0, 1]", "min_keep", "tv_weight")
+        check_share(self, "(0, 1)", "ema_decay")
+        check_between(self, 1, MAX_SPECULATIVE_TOKENS, "serve_k")
+        check_between(self, 0, 2**63 - 1, "seed")
+        check_choice(self, "method", "p-eagle", "eagle3")
+        check_choice(self, "partition", "prefix-once", "algorithm1", "flat")
+        check_choice(self, "parallel", "ddp", "fsdp")
+        check_choice(self, "loss", "soft-ce", "kl", "hard-ce")
+        check_choice(self, "depth_weight", "flat", "per-depth", "gamma")
+        check_choice(self, "optimizer", "muon", "adamw")
+        check_choice(self, "attention", "auto", "reference", "flex", "kernel")
         self._check_window()
         self._check_together()
 

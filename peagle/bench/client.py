@@ -8,6 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,14 @@ from peagle.acceptance import AcceptanceStats
 from peagle.errors import one_line
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     import aiohttp
 
 # Parts of a chat delta that hold tokens; the second and third are two names of a model's reasoning.
 _TEXT_PARTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 _HEADERS = MappingProxyType({"Content-Type": "application/json"})
+_KEEP_ALIVE = 4.0  # seconds; below the 5 after which usual servers close, so that none is closed under a request
 _LONGEST_LINE = 1 << 24  # bytes; a server that sends more without a line end is no server of events
 
 
@@ -79,7 +83,7 @@ class Answer:
         return (self.e2e - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
 
 
-def stamp_sending() -> "aiohttp.TraceConfig":
+def _stamp_sending() -> "aiohttp.TraceConfig":
     """Lets a request's clock start when its body is written, not when this process began to prepare it: of many
     requests that begin at once, the last is written a good while after that."""
     import aiohttp
@@ -91,6 +95,20 @@ def stamp_sending() -> "aiohttp.TraceConfig":
     trace = aiohttp.TraceConfig()
     trace.on_request_chunk_sent.append(on_sent)
     return trace
+
+
+@asynccontextmanager
+async def open_session(key: str | None) -> "AsyncIterator[aiohttp.ClientSession]":
+    """Connections to one server, as many as requests need; with a key, each request carries it."""
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, headers=headers, trace_configs=[_stamp_sending()]
+    ) as session:
+        yield session
 
 
 async def ask(
@@ -167,7 +185,7 @@ def _take_event(data: bytes, now: float, answer: Answer) -> bool:
             _take_choice(choices[0], now, answer)
         if usage:
             answer.output_tokens, answer.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
-        if (counts := event.get("peagle")) is not None:
+        if (counts := event.get("peagle")) is not None and "rounds" in counts:  # a trace alone has none
             answer.stats = AcceptanceStats(
                 num_rounds=counts["rounds"],
                 num_draft_tokens=counts["draft_tokens"],

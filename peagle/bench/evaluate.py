@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
 from peagle.bench.accuracy import Task, load_task
@@ -23,8 +25,9 @@ from peagle.bench.sandbox import confinement
 from peagle.bench.settings import EvalConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import load_drafter, resolve_head
+from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.speculation import check_depth, trained_depth
-from peagle.models.target import load_target
+from peagle.models.target import Target, load_target
 from peagle.models.weights import weight_files
 
 NOT_AS_EXPECTED_STATUS = 1  # below the card, or an answer that drafts changed for no reason that rounding explains
@@ -49,22 +52,14 @@ def run_eval(
         warning = f"--run-code: programs that the model wrote will run here, confined by {confinement()}"
         console.print(warning, style="yellow", markup=False, soft_wrap=True)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    for k in config.k:
-        check_depth(k, trained_depth(path))
-    target = load_target(model, dtype=dtype, device=device)
-    drafter = load_drafter(path, target.model, target.spec, dtype=dtype, device=device, target_name=target.name)
+    target, drafter = _load(path, model, config, device)
     settings = {
-        "command": shlex.join(["peagle", *sys.argv[1:]]),
-        "head": name,
-        "head_sha256": " ".join(_sha256(file) for file in weight_files(path)),
+        **_provenance(path, sets),
         "head_kind": drafter.config.kind,
         "target": target.name,
         **asdict(config),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(target.model.embed_tokens.weight.dtype).removeprefix("torch."),
         "device": device.type,
-        "datasets": {s.name: {"sha256": s.sha256, "prompts": len(s.rows)} for s in sets},
-        "definition": DEFINITION,
     }
     meter = AnswerMeter(console, _answers(config, sets, tasks))
     evaluation = Evaluation(target, drafter, sets, tasks, config, device, meter)
@@ -86,6 +81,26 @@ def run_eval(
     save(partial=False)
     print_tables(wide_console(), read_result(out))
     return _conclude(evaluation.found, said is not None, notes, meter, out)
+
+
+def _load(head: Path, model: str, config: EvalConfig, device: torch.device) -> tuple[Target, Eagle3Drafter]:
+    for k in config.k:
+        check_depth(k, trained_depth(head))
+    dtype = resolve_dtype(config.dtype, device)
+    target = load_target(model, dtype=dtype, device=device)
+    drafter = load_drafter(head, target.model, target.spec, dtype=dtype, device=device, target_name=target.name)
+    return target, drafter
+
+
+def _provenance(head: Path, sets: Sequence[NamedSet]) -> dict[str, Any]:
+    """What a result says of how it came about, of the head's files and of the prompts."""
+    return {
+        "command": shlex.join(["peagle", *sys.argv[1:]]),
+        "head": head.resolve().name,
+        "head_sha256": " ".join(_sha256(file) for file in weight_files(head)),
+        "datasets": {s.name: {"sha256": s.sha256, "prompts": len(s.rows)} for s in sets},
+        "definition": DEFINITION,
+    }
 
 
 def _conclude(found: Found, has_card: bool, notes: Sequence[str], meter: AnswerMeter, out: Path) -> int:

@@ -78,7 +78,8 @@ class Judge:
     def logits(self, ids: list[int], last: int, rows: int, kernels: str) -> Tensor:
         """Logits [last, V] after the last tokens of a sequence: what is before them in one pass, they `rows` a pass;
         all in one pass where `rows` is the whole."""
-        model, attend = self._target.model, DenseCache()
+        model = self._target.model
+        attend = DenseCache(self._target.spec.windows, model.sinks)
         use_kernels(model, kernels)  # the next engine chooses for itself again
         ids_R = torch.tensor(ids, device=self._device)
         positions_R = torch.arange(len(ids), device=self._device)
@@ -90,9 +91,15 @@ class Judge:
 
 
 class DenseCache:
-    """Keys and values of one sequence, and causal attention over them, written as the formula says."""
+    """Keys and values of one sequence, and causal attention over them, written as the formula says.
 
-    def __init__(self) -> None:
+    `windows` and `sinks` by layer, as `PagedCache` has them; None: no layer has any.
+    """
+
+    def __init__(
+        self, windows: Sequence[int | None] | None = None, sinks: Sequence[Tensor | None] | None = None
+    ) -> None:
+        self._windows, self._sinks = windows, sinks
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
@@ -103,8 +110,14 @@ class DenseCache:
         k_KND, v_KND = (x.float().repeat_interleave(group, dim=1) for x in (k_RMD, v_RMD))
         at_K = torch.arange(keys, device=q_RND.device)
         hidden_RK = at_K[None] > at_K[keys - rows :, None]
+        if self._windows and (window := self._windows[layer]) is not None:
+            hidden_RK |= at_K[None] <= at_K[keys - rows :, None] - window
         scores_NRK = torch.einsum("rnd,knd->nrk", q_RND.float(), k_KND) * q_RND.shape[-1] ** -0.5
-        weights_NRK = scores_NRK.masked_fill(hidden_RK, float("-inf")).softmax(dim=-1)
+        scores_NRK = scores_NRK.masked_fill(hidden_RK, float("-inf"))
+        if self._sinks and (sinks_N := self._sinks[layer]) is not None:
+            sinks_NR1 = sinks_N.float()[:, None, None].expand(-1, rows, 1)
+            scores_NRK = torch.cat((scores_NRK, sinks_NR1), dim=-1)
+        weights_NRK = scores_NRK.softmax(dim=-1)[..., :keys]
         return torch.einsum("nrk,knd->rnd", weights_NRK, v_KND).to(q_RND.dtype)
 
 

@@ -27,17 +27,25 @@ _TOP = 15
 _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (group, re.compile(pattern, re.IGNORECASE))
     for group, pattern in (
-        ("draft layout", r"draft_layout|draft_rows|_lay_out|_copy_row|_slots\b|kv_slots|eagle_prepare|prepare_inputs"),
+        (
+            "draft layout",
+            r"draft_layout|draft_rows|_lay_out|_copy_row|_slots\b|_slots_of|kv_slots|_expand_row|eagle_prepare|"
+            r"prepare_inputs",
+        ),
+        ("slots", r"_collect_request|_commit_request"),
         ("KV cache write", r"_write_row|kv_write|reshape_and_cache"),
+        ("experts", r"_expert_tile|^_route$|^_combine$|fused_moe|moe_align"),
         (
             "sampling",
-            r"_best_of|sample|argmax|argmin|topk|\bsort|radix|softmax|gumbel|_?accept|rejection|exponential|multinomial",
+            r"_best_of|_scan_part|_narrow$|_settle$|_penalise|_apply_masks|sample|argmax|argmin|topk|\bsort|radix|softmax|"
+            r"gumbel|_?accept|rejection|exponential|multinomial",
         ),
         ("attention", r"attend|attention|flash|fmha|paged|_decode_tile|_merge_chunks|scaled_dot_product"),
         ("norm, rotation, gate", r"norm|rsqrt|rope|rotary|rotate|_fill_tables|silu|swiglu|act_and_mul"),
         (
             "matmul",
-            r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|wgmma|matmul|::mm\b|::bmm|addmm|linear|mkldnn|einsum|dot_kernel",
+            r"_stream_tile|gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|wgmma|matmul|::mm\b|::bmm|addmm|linear|mkldnn|einsum|"
+            r"dot_kernel",
         ),
         (
             "views, allocation",

@@ -49,6 +49,17 @@ def shipped_set(name: str) -> Path:
     return path
 
 
+def find_set(text: str) -> Path:
+    """The file of a set that ships (mt-bench and mt_bench are the same), or the prompts file of that path.
+
+    Raises PeagleError for what is neither."""
+    if text.replace("-", "_") in SHIPPED_SETS:
+        return shipped_set(text)
+    if Path(text).is_file():
+        return Path(text)
+    raise PeagleError(f"prompt set {text!r} is neither a file nor one of {', '.join(SHIPPED_SETS)}: correct it")
+
+
 def load_sets(names: Sequence[str], limit: int | None = None) -> list[NamedSet]:
     """The named sets (mt-bench and mt_bench are the same) or prompts files, `limit` rows of each from the top.
 
@@ -56,19 +67,9 @@ def load_sets(names: Sequence[str], limit: int | None = None) -> list[NamedSet]:
     """
     sets = []
     for text in names:
-        path = _find(text)
+        path = find_set(text)
         sets.append(NamedSet(path.stem, tuple(read_prompts(path)[:limit])))
     twice = [s.name for s in sets if sum(s.name == other.name for other in sets) > 1]
     if twice:
         raise PeagleError(f"two prompt sets are called {twice[0]}: rename one of the files, or leave one out")
     return sets
-
-
-def _find(text: str) -> Path:
-    name = text.replace("-", "_")
-    shipped = shipped_file(f"{name}.jsonl") if name in SHIPPED_SETS else None
-    if shipped is not None:
-        return shipped
-    if Path(text).is_file():
-        return Path(text)
-    raise PeagleError(f"{text!r} is neither a prompts file nor one of {', '.join(SHIPPED_SETS)}: check --sets")

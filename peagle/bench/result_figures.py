@@ -60,7 +60,7 @@ class Figure:
             return repeats_difference(self.repeats, other.repeats)
         if self.interval is not None and other.interval is not None:
             return interval_difference(self.interval, other.interval)
-        if self.sample and other.sample:
+        if min(len(self.sample), len(other.sample)) >= _FEW_REQUESTS:
             return mean_difference(self.sample, other.sample)
         return None
 

@@ -7,13 +7,13 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.client import Answer, stamp_sending
+from peagle.bench.client import Answer, open_session
 from peagle.bench.counters import DEFINITION, Counters, acceptance
 from peagle.bench.latency import DEFINITIONS, gaps, summarise
 from peagle.bench.load import Load, extra_fields, run_load
@@ -24,13 +24,10 @@ from peagle.bench.settings import BenchServeConfig
 from peagle.errors import PeagleError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     import aiohttp
     from rich.console import Console
 
 FAILED_STATUS = 1  # some requests failed; the figures are those of the others
-_KEEP_ALIVE = 4.0  # seconds; below the 5 after which usual servers close, so that none is closed under a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ def measure(config: BenchServeConfig, console: "Console") -> Measured:
 
 async def _measure(config: BenchServeConfig, prompts: PromptSet, console: "Console") -> Measured:
     count = len(prompts.prompts)
-    async with _session(config) as session:
+    async with open_session(config.key) as session:
         server = await read_server(session, config)
         if config.num_warmups:
             warmups = [prompts.prompts[n % count] for n in range(config.num_warmups)]
@@ -115,19 +112,6 @@ def _check_warm(load: Load) -> None:
     failed = next((answer for answer in load.answers if not answer.whole), None)
     if failed is not None:
         raise PeagleError(f"a warm-up request failed ({failed.failure}: {failed.detail}): nothing was measured")
-
-
-@asynccontextmanager
-async def _session(config: BenchServeConfig) -> "AsyncIterator[aiohttp.ClientSession]":
-    import aiohttp
-
-    headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=limits, headers=headers, trace_configs=[stamp_sending()]
-    ) as session:
-        yield session
 
 
 async def _open_connections(session: "aiohttp.ClientSession", config: BenchServeConfig, count: int) -> None:

@@ -48,12 +48,6 @@ class Interval:
         return [round(self.low, digits), round(self.high, digits)]
 
 
-def mean_interval(values: ArrayLike, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """The mean of one figure per request. For fewer than about 20 values see `repeats_interval`."""
-    sample = _sample(values)
-    return ratio_interval(sample, np.ones_like(sample), level=level, draws=draws, seed=seed)
-
-
 def ratio_interval(
     numerators: ArrayLike, denominators: ArrayLike, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
@@ -123,14 +117,6 @@ def ratio_difference(
     a, b = _pairs(*first), _pairs(*second)
     value = _ratio(b[0].sum(), b[1].sum()) - _ratio(a[0].sum(), a[1].sum())
     return _interval(value, _draw(*b, draws, seed + 1) - _draw(*a, draws, seed), level)
-
-
-def paired_difference(
-    first: ArrayLike, second: ArrayLike, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
-) -> Interval:
-    """Mean of `second` less mean of `first` over the same requests in the same order."""
-    a, b = _pairs(first, second)
-    return mean_interval(b - a, level=level, draws=draws, seed=seed)
 
 
 def paired_ratio_difference(

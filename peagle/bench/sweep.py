@@ -20,9 +20,8 @@ from rich.console import Console
 
 from peagle.bench.closed_loop import Run
 from peagle.bench.datasets import PromptRow, read_prompts
-from peagle.bench.prompt_sets import shipped_set
+from peagle.bench.prompt_sets import find_set
 from peagle.bench.report import provenance, write_result
-from peagle.bench.settings import NAMED_SETS
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
@@ -256,7 +255,7 @@ def choose_methods(config: SweepConfig, heads: Mapping[str, object]) -> list[str
 
 
 def check_out(out: Path, *, resume: bool) -> None:
-    """Raises PeagleError for a result that would be lost, and for one that is not there to go on with."""
+    """Raises PeagleError for a result that would be lost, and for a name that is none of a result."""
     if out.suffix != ".json":
         raise PeagleError(f"--out is {out}: give a file name that ends in .json")
     there = next((path for path in (out, runs_of(out)) if path.exists()), None)
@@ -271,22 +270,13 @@ def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:
     """
     sets: dict[str, list[PromptRow]] = {}
     for name in names:
-        path = _set_file(name)
+        path = find_set(name)
         label = path.stem.replace("_", "-")
         if label in sets:
             raise PeagleError(f"two prompt sets are called {label}: rename a file, or leave one out")
         sets[label] = read_prompts(path)
         random.Random(seed).shuffle(sets[label])
     return sets
-
-
-def _set_file(name: str) -> Path:
-    plain = name.replace("_", "-")
-    if Path(name).is_file():
-        return Path(name)
-    if plain in NAMED_SETS:
-        return shipped_set(plain)
-    raise PeagleError(f"prompt set {name!r} is neither a file nor one of {', '.join(NAMED_SETS)}")
 
 
 def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:

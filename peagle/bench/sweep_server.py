@@ -1,15 +1,14 @@
 """Runs of a sweep over HTTP: a running server per way to decode, under the load of `peagle bench serve`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from signal import SIGTERM
-from typing import TYPE_CHECKING
 
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.client import Answer as ClientAnswer
+from peagle.bench.client import open_session
 from peagle.bench.closed_loop import Answer, Run
 from peagle.bench.counters import Counters
 from peagle.bench.datasets import PromptRow
@@ -21,9 +20,6 @@ from peagle.bench.sweep_plan import Setup
 from peagle.bench.sweep_settings import METHODS, PLAIN, SweepConfig
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import PeagleError
-
-if TYPE_CHECKING:
-    import aiohttp
 
 _WARM_UP_TOKENS = 12
 _FORM = "write METHOD:K=URL, such as p-eagle:7=http://localhost:8000, or none=URL"
@@ -72,7 +68,7 @@ class ServerSource:
         """The load, and what the server's counters say it did meanwhile, if it has some."""
         server = self._servers[setup]
         config = replace(server, max_concurrency=concurrency)
-        async with _session(server) as session:
+        async with open_session(server.key) as session:
             # As many questions at once as there will be requests: connections are then there before the clock runs.
             before = (await asyncio.gather(*(read_counters(session, server) for _ in range(concurrency))))[0]
             load = await run_load(session, config, self.infos[setup].model, prompts, lambda _: None)
@@ -154,17 +150,5 @@ def _load_config(model: str, url: str, config: SweepConfig) -> BenchServeConfig:
 
 
 async def _info(server: BenchServeConfig) -> ServerInfo:
-    async with _session(server) as session:
+    async with open_session(server.key) as session:
         return await read_server(session, server)
-
-
-@asynccontextmanager
-async def _session(config: BenchServeConfig) -> AsyncIterator["aiohttp.ClientSession"]:
-    import aiohttp
-
-    headers = {"Authorization": f"Bearer {config.key}"} if config.key else {}
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=limits, headers=headers
-    ) as session:
-        yield session

@@ -17,8 +17,9 @@ from peagle.models.spec import ModelSpec
 _SHARE_OF_HOST = 0.25
 _SAFETY = 1.2  # on shapes: blocks that an allocator rounds up, temporaries of single operations
 _WORKSPACE = 512 * 2**20  # of matrix libraries and of attention that splits its keys
-# Per logit, beside the logit itself: a float32 copy with penalties; in torch also what noise and filters take.
-_SAMPLING_BYTES = {"triton": 4, "torch": 36}
+# Per logit, beside the logit itself: float32 copies with penalties and under a grammar's mask; in torch also what
+# noise and filters take.
+_SAMPLING_BYTES = {"triton": 8, "torch": 40}
 _GRAPH_BYTES_PER_LAYER = 128 * 2**10  # of one captured graph: some sixteen kernels with their parameters
 
 

@@ -154,7 +154,7 @@ class Scheduler:
             pool.release(matched)
             return False
         self._expect_fit()
-        if pool.prefix_caching and not request.started:  # one that comes back finds its own blocks: no hit
+        if pool.prefix_caching and may_match and not request.started:  # what comes back finds its own blocks: no hit
             self.prefix_queries += len(request.token_ids)
             self.prefix_hits += len(matched) * self._block_size
         request.slot, request.blocks = self._free_slots.pop(), matched + fresh

@@ -77,14 +77,16 @@ def output(text, tokens):
 
 
 def test_both_ways_are_marked_and_equal_answers_counted():
-    task = Task("gsm8k", tuple(Question([], {"answer": answer}) for answer in ("1", "2", "3")))
-    plain = [output("1", [1]), output("2", [2]), output("9", [9])]
-    drafted = [output("1", [1]), output("7", [7]), output("3", [3])]
+    task = Task("gsm8k", tuple(Question([], {"answer": answer}) for answer in ("1", "2", "3", "4")))
+    plain = [output("1", [1]), output("2", [2]), output("9", [9]), output("", [8])]
+    drafted = [output("1", [1]), output("7", [7]), output("3", [3]), output("4", [4])]
     with_drafts, without = mark(task, drafted, plain, 5)
-    assert (with_drafts.num_speculative_tokens, with_drafts.correct, with_drafts.equal_answers) == (5, 2, 1)
-    assert (without.num_speculative_tokens, without.correct, without.outcomes) == (0, 2, {RIGHT: 2, WRONG: 1})
+    assert (with_drafts.num_speculative_tokens, with_drafts.correct, with_drafts.equal_answers) == (5, 3, 1)
+    assert with_drafts.outcomes == {RIGHT: 3, WRONG: 1}
+    outcomes = {RIGHT: 2, WRONG: 1, NO_ANSWER: 1}
+    assert (without.num_speculative_tokens, without.correct, without.outcomes) == (0, 2, outcomes)
     low, high = without.accuracy_interval
-    assert low <= 0.6667 <= high
+    assert low <= 0.5 <= high
 
 
 def test_every_question_has_its_key():

@@ -70,6 +70,15 @@ def test_a_whole_run(tmp_path, capsys):
     assert "12 of 12 requests" in shown
 
 
+def test_a_mistake_of_its_own_is_no_failed_request(tmp_path, monkeypatch):
+    async def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("peagle.bench.load.ask", broken)
+    with fake_api() as api, pytest.raises(ZeroDivisionError):
+        bench(api, tmp_path, **custom(tmp_path, "x", "y"))
+
+
 def test_failures_are_counted_by_kind_and_averaged_nowhere(tmp_path, capsys):
     prompts = [
         "good", "status 500", "status 500", "status 400", "disconnect", "error", "garbage", "cut", "empty", "abort",

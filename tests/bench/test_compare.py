@@ -73,8 +73,8 @@ def test_requests_are_paired_where_the_prompts_are_the_same():
 
 
 def test_latencies_of_a_load_are_judged_by_its_requests():
-    def load(shift):
-        times = np.random.default_rng(1).normal(50 + shift, 2, 40).tolist()
+    def load(shift, count=40):
+        times = np.random.default_rng(1).normal(50 + shift, 2, count).tolist()
         row = {"dataset": "mt-bench", "latency_ms": {"ttft": {"mean": float(np.mean(times)), "p99": max(times)}}}
         return result([row], requests=[{"id": str(i), "ttft_ms": time} for i, time in enumerate(times)])
 
@@ -82,6 +82,7 @@ def test_latencies_of_a_load_are_judged_by_its_requests():
     assert the(changes, "latency_ms.ttft.mean").verdict == "moved"
     assert the(changes, "latency_ms.ttft.p99").verdict == "cannot tell"
     assert the(compare(load(0), load(0.1)).changes, "latency_ms.ttft.mean").verdict == "noise"
+    assert the(compare(load(0), load(5, 9)).changes, "latency_ms.ttft.mean").verdict == "cannot tell"
 
 
 def test_rows_match_by_what_identifies_them_and_strays_are_named():

@@ -160,6 +160,17 @@ def test_the_verdict(measured, tmp_path, change, paired, expected):
     assert verdict(compared).startswith(BELOW if expected == BELOW else AS_SAID)
 
 
+def test_many_figures_have_wider_intervals_than_one(measured, tmp_path):
+    """At 95 % each, one of twenty figures would be called below its card for nothing."""
+    rows, settings = rows_of(measured)
+    card = read_card(tmp_path, card_of(measured, tmp_path / "card.json", paired=False))
+    row = replace(rows[0], per_request="3/10 9/10 5/10 0/10 7/10 2/10 8/10 4/10")
+    (alone,), _ = compare_with_card([row], settings, card, "head")
+    among = compare_with_card([row] * 20, settings, card, "head")[0][0]
+    width = [row.difference_interval[1] - row.difference_interval[0] for row in (alone, among)]
+    assert width[1] > 1.1 * width[0] > 0
+
+
 def test_the_command_fails_below_its_card(tiny, measured, tmp_path):
     model, head, prompts = tiny
     card = card_of(measured, tmp_path / "card.json", 2.0, paired=False)
@@ -213,7 +224,7 @@ def test_bad_input_is_named_before_anything_is_loaded(tiny, tmp_path, monkeypatc
     monkeypatch.setattr("peagle.bench.evaluate.load_target", lambda *_, **__: pytest.fail("loaded"))
     model, _, prompts = tiny
     for changes, words in (
-        ({"sets": ("nothing",)}, "neither a prompts file nor one of"),
+        ({"sets": ("nothing",)}, "neither a file nor one of"),
         ({"sets": (str(prompts), str(prompts))}, "two prompt sets are called chats"),
     ):
         with pytest.raises(PeagleError, match=words):

@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import peagle
 from peagle.bench.profile import STEP, Event, busy_time, group_of, read_trace, summarise
 from peagle.bench.roofline import copy_bandwidth, step_cost, touched_experts
 from peagle.errors import PeagleError
@@ -90,6 +93,9 @@ def test_steps_can_be_given_where_nothing_marks_them():
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matmul"),
         ("_linear_tile", "matmul"),
         ("_qkv_linear_tile", "matmul"),
+        ("_stream_tile", "matmul"),
+        ("_expert_tile", "experts"),
+        ("_apply_masks", "sampling"),
         ("void flash_fwd_splitkv_kernel", "attention"),
         ("_decode_tile", "attention"),
         ("_norm_row", "norm, rotation, gate"),
@@ -113,6 +119,15 @@ def test_steps_can_be_given_where_nothing_marks_them():
 )
 def test_groups(name, group):
     assert group_of(name) == group
+
+
+def test_every_kernel_of_a_step_is_in_a_group():
+    of_training = ("draft_loss", "range_attention")
+    files = (Path(peagle.__file__).parent / "kernels").glob("*_triton.py")
+    text = "\n".join(path.read_text() for path in files if not path.name.startswith(of_training))
+    launched = set(re.findall(r"\b(_[a-z_]+)\[\(", text))
+    assert len(launched) > 20
+    assert [name for name in launched if group_of(name) == "other"] == []
 
 
 TRACE = {

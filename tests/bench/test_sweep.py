@@ -291,7 +291,7 @@ def test_prompt_sets(tmp_path):
     texts = [row.messages[0]["content"] for row in sets["mine"]]
     assert texts != sorted(texts)
     assert texts == [row.messages[0]["content"] for row in read_sets([str(tmp_path / "mine.jsonl")], 0)["mine"]]
-    with pytest.raises(PeagleError, match="'mine' is neither a file nor one of mt-bench"):
+    with pytest.raises(PeagleError, match="'mine' is neither a file nor one of mt_bench"):
         read_sets(["mine"], 0)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(PeagleError, match="holds no prompts"):

@@ -102,7 +102,7 @@ def test_both_heads_and_no_drafts(tiny, tmp_path, capsys):
         (("--k", "3,99"), "k has 99: K is 1 to 16"),
         (("--concurrency", "0"), "concurrency has 0"),
         (("--concurrency", "1,x"), "--concurrency is '1,x'"),
-        (("--datasets", "nowhere.jsonl"), "'nowhere.jsonl' is neither a file nor one of mt-bench"),
+        (("--datasets", "nowhere.jsonl"), "'nowhere.jsonl' is neither a file nor one of mt_bench"),
         (("--out", "x.txt"), "--out is x.txt: give a file name that ends in .json"),
         (("--base-url", "none=http://x"), "leave --head and --eagle3-head out"),
     ],

@@ -88,6 +88,14 @@ def test_few_prompts_leave_the_interval_to_the_repeats():
     assert "**2.00x** |" in sweep_tables([asdict(alone)])
 
 
+def test_a_speed_up_over_repeats_takes_the_same_ones():
+    """The machine was slow in the first repeat, which the base lacks."""
+    made = results({FAST: [run([9.0] * 3), run([1.0] * 3), run([1.1] * 3)]})
+    for repeat, seconds in ((1, 2.0), (2, 2.2)):
+        made.add(repeat, Cell("a", 2, BASE), run([seconds] * 3))
+    assert row_of(made, FAST).speedup_over_none_interval == [2.0, 2.0]
+
+
 def test_acceptance_that_no_request_has_of_its_own():
     counted = replace(run([1.0] * 10), rounds=100, accepted=150, accepted_per_position=(100, 50))
     row = row_of(results({Setup(P_EAGLE, 2): [counted]}), Setup(P_EAGLE, 2))
@@ -108,6 +116,13 @@ def test_the_best_k_joins_all_sets():
     # c = 1: K = 5 has 4 x 1.33, K = 3 2 x 2; c = 8: 0.83 x 1.11 is below 1; c = 16 lacks a set.
     assert best_drafts(made.rows(), P_EAGLE) == {1: 5, 8: 0}
     assert best_drafts(made.rows(), EAGLE3) == {}
+
+
+def test_of_equally_fast_k_the_least_is_best():
+    made = results({Setup(P_EAGLE, k): [run([1.0])] for k in (5, 3, 7)})
+    assert best_drafts(made.rows(), P_EAGLE) == {2: 3}
+    made.add(0, Cell("a", 2, BASE), run([1.0]))
+    assert best_drafts(made.rows(), P_EAGLE) == {2: 0}
 
 
 def test_only_what_changed_is_computed_anew():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.bench.lossless import Judge
 from peagle.config import EngineConfig
 from peagle.drafters.init import new_drafter
 from peagle.engine.engine import LLM
@@ -65,6 +66,16 @@ def test_speculation_changes_nothing(parallel: bool, k: int, engine: dict[str, i
     forced = drafting.generate(PROMPTS, params)
     assert [o.token_ids for o in forced] == [o.token_ids for o in plain]
     assert sum(o.stats.num_accepted_tokens for o in forced) > 50
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_who_judges_answers_knows_windows_and_sinks(rows: int):
+    """Its logits put first what the engine says, at every place, in passes of any number of rows."""
+    engine = llm()
+    for output in engine.generate(PROMPTS[:4], sampled(0.0)[:4]):
+        ids, said = [*output.prompt_token_ids, *output.token_ids], len(output.token_ids)
+        logits = Judge(engine.target, engine.core.device).logits(ids[:-1], said, rows, "torch")
+        assert logits.argmax(dim=-1).tolist() == output.token_ids
 
 
 def test_experts_cannot_become_a_heads_layers():

@@ -149,6 +149,7 @@ def test_what_a_cached_prefix_would_leave_out_is_computed():
         output = llm.generate([prompt], asked)[0]
         check_all([output], [asked])
         assert output.token_ids == before.token_ids
+    assert llm.core.scheduler.prefix_queries == len(prompt)  # of the first alone: nothing else was looked up
     again = llm.make_request(prompt, not_asking([asked])[0])
     llm.core.add(again)
     llm.core.step()

@@ -9,6 +9,7 @@ from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
 from peagle.engine.memory import DeviceMemory, activation_bytes, graph_bytes, plan_memory
 from peagle.errors import PeagleError
+from peagle.kernels.logprobs import scratch_bytes
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec, MoESpec
 
@@ -101,6 +102,13 @@ def test_activations_grow_with_what_they_are_made_of():
     assert size(3, **decodes) < size(7, **decodes)
     assert size(**decodes) < size(**decodes, kernels="torch")
     assert size(0, **prompts) == size(head=None, **prompts) < size(**prompts)
+
+
+def test_logits_fit_with_all_that_may_be_asked_of_them():
+    """As they are, for log-probabilities; in float32 with penalties; again under a mask."""
+    config, rows = EngineConfig(max_num_seqs=256, max_num_batched_tokens=64), 256 * 6
+    logits = rows * SPEC.vocab_size * (2 + 4 + 4) + scratch_bytes(rows, SPEC.vocab_size, 2)
+    assert activation_bytes(SPEC, None, config, 5, torch.bfloat16) > 1.2 * logits + 512 * 2**20
 
 
 def test_experts_hold_a_row_as_often_as_it_is_chosen():

@@ -97,3 +97,23 @@ def test_nothing_is_drafted_without_a_head():
     output = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5, show_drafts=True, seed=0))[0]
     assert output.trace == []
     assert output.rounds == []
+
+
+def test_a_round_that_the_end_cuts_short():
+    """More drafts are right than tokens are asked for: those behind the end were never said."""
+    long = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+    llm = tiny_llm(5)
+    llm.set_speculation(False)
+    plain = llm.generate(PROMPTS[:1], long)
+    llm.set_speculation(True)
+    force_drafts(llm, plain, seed=0, right=1.0)
+    endings = set()
+    for most in range(8, 20):
+        output = llm.generate(PROMPTS[:1], replace(long, max_tokens=most, show_drafts=True))[0]
+        assert output.token_ids == plain[0].token_ids[:most]
+        assert [(r.first_index, r.accepted) for r in output.trace] == output.rounds
+        last = output.trace[-1]
+        assert last.accepted == min(len(last.drafts), most - last.first_index)
+        assert (last.token is None) == (most - last.first_index <= len(last.drafts))
+        endings.add(last.accepted)
+    assert endings == {1, 2, 3, 4, 5}

@@ -50,6 +50,9 @@ HERMES = {
     '<tool_call>{"x": {"name": "]}"}, "name": "f", "arguments": {}} junk </tool_call>\n\n' + CALL: [
         *call("{}"), *call(ARGUMENTS, 1),
     ],
+    '<tool_call>{"x": "a\\\\", "y": ["\\\\"], "name": "f", "arguments": {"a": "b\\\\", "c": "}"}}</tool_call>': call(
+        '{"a": "b\\\\", "c": "}"}'
+    ),
     f"x <<tool_call>[1]<tool_call>{CALL}": [text("x <<tool_call>[1]<tool_call>"), *F],
 }  # fmt: skip
 THOUGHTS = {

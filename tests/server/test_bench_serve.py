@@ -39,3 +39,15 @@ def test_a_conversation(tmp_path):
         )  # fmt: skip
         row = measure(config, Console(quiet=True)).results(config)["rows"][0]
     assert (row["failures"], row["completed"], row["output_tokens"]) == ({}, 2, 16)
+
+
+def test_a_stream_with_a_trace(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "hello"}\n')
+    with serving(chat_llm()) as served:
+        config = BenchServeConfig(
+            base_url=served.url, dataset_name="custom", dataset_path=str(path), output_len=8, ignore_eos=True,
+            extra_body='{"peagle": {"trace": true}}',
+        )  # fmt: skip
+        row = measure(config, Console(quiet=True)).results(config)["rows"][0]
+    assert (row["failures"], row["output_tokens"], row["acceptance"]["source"]) == ({}, 8, "requests")

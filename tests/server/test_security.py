@@ -297,6 +297,7 @@ def test_the_page_needs_nothing_from_elsewhere(client):
         assert response.status_code == 200
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["x-frame-options"] == "DENY"
+        assert response.headers["cross-origin-opener-policy"] == "same-origin"
         assert "access-control-allow-origin" not in response.headers
         assert not re.search(r"https?://|//cdn|@import", response.text)
         assert not re.search(

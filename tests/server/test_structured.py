@@ -14,6 +14,7 @@ from peagle.server.chat_style import ChatStyle
 from peagle.server.errors import ApiError
 from peagle.server.structured import Compiler
 from peagle.server.tools import NamedTool, Tool, as_text, settle_tools
+from peagle.structured.outputs import StructuredOutputs
 from tests.server.serving import serving
 from tests.structured.tiny_json import json_llm
 
@@ -241,6 +242,8 @@ def test_a_template_without_tools():
         settle_tools(tools, None, True, "hermes", knows_tools=False)
     named = NamedTool(type="function", function={"name": "f"})
     use = settle_tools(tools, named, True, "hermes", knows_tools=False)
+    assert "tags_with_separator" not in use.outputs().tag  # one call, though several are allowed
+    assert "tags_with_separator" in settle_tools(tools, "required", True, "hermes", knows_tools=False).outputs().tag
     call = {"id": "", "type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
     turns = [
         {"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"},
@@ -263,17 +266,31 @@ def test_tools_reach_the_template(served):
     assert text == "fgguhiA"
 
 
-def test_llama_calls_and_thoughts_are_enforced():
+def test_llama_calls_are_enforced():
+    llm = json_llm(3)
+    llm.tokenizer.chat_template = TEMPLATE
+    config = ServeConfig(tool_call_parser="llama3_json")
+    with serving(llm, config) as served, OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        choice = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(choice.message.tool_calls[0].function.arguments).keys() == {"n"}
+
+
+def test_a_form_begins_behind_the_thought():
+    """Random weights never end a thought: what says that one is allowed is looked at."""
     llm = json_llm(3)
     llm.tokenizer.chat_template = TEMPLATE + "<think>"
-    config = ServeConfig(tool_call_parser="llama3_json", reasoning_parser="think")
-    with serving(llm, config) as served, OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
-        end_of_thought = {"logit_bias": {**NO_SPACE["logit_bias"], "12": 60}}["logit_bias"]
-        choice = ask(client, tools=TOOLS, tool_choice="required", logit_bias=end_of_thought, max_tokens=110).choices[0]
-        if choice.finish_reason == "tool_calls":
-            assert json.loads(choice.message.tool_calls[0].function.arguments).keys() == {"n"}
-        else:
-            assert choice.message.reasoning_content
+    asked, make = [], llm.make_request
+    llm.make_request = lambda prompt, params, **rest: asked.append(params) or make(prompt, params, **rest)
+    with (
+        serving(llm, ServeConfig(reasoning_parser="think")) as served,
+        OpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
+    ):
+        choice = ask(client, max_tokens=20, extra_body={"guided_regex": "[0-9]{3}"}).choices[0]
+    assert asked[-1].structured_outputs == StructuredOutputs(regex="[0-9]{3}", thought=("", "</think>"))
+    assert choice.finish_reason == "length"
+    assert choice.message.reasoning_content
+    assert not choice.message.content
 
 
 def test_without_the_extra(monkeypatch):

@@ -115,6 +115,23 @@ def grammars() -> Grammars:
     return Grammars(json_tokenizer(), 96, (1,))
 
 
+@pytest.mark.parametrize(
+    ("opening", "obeys", "does_not"),
+    [
+        ("<think>", ["<think>hm < x</think>\nab", "<think></think>ab", "ab"], ["<think>ab", "hm</think>ab", "abab"]),
+        ("", ["hm < x</think>\n\nab", "</think>ab"], ["ab", "hm</think>hm", "hm</think>ab</think>ab"]),
+    ],
+)
+def test_a_thought_is_free_and_the_rest_is_not(grammars, opening, obeys, does_not):
+    asked = StructuredOutputs(regex="ab", thought=(opening, "</think>"))
+
+    def follows(text):
+        matcher = grammars.matcher(asked)
+        return all(map(matcher.accept, [*json_tokenizer().encode(text), 1]))  # 1 ends the text
+
+    assert [text for text in [*obeys, *does_not] if follows(text)] == obeys
+
+
 def test_grammars_are_kept_a_while(grammars):
     first = StructuredOutputs(regex="a0")
     compiled = grammars.compile(first)
