@@ -8,6 +8,10 @@ class PeagleError(Exception):
     """
 
 
+class NoMemory(PeagleError):
+    """Memory for what a request asks is not there now; the server maps it to HTTP 503, for the request is not wrong."""
+
+
 def one_line(error: BaseException) -> str:
     """What an exception of others says, on one line of at most 200 characters; its class where it says nothing."""
     return " ".join(str(error).split())[:200] or type(error).__name__

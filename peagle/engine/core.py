@@ -256,8 +256,9 @@ class EngineCore:
                 if shows:
                     request.show(launched.out, line, first_index, num_drafts)
             if launched.num_drafts is not None:
-                # Requests with gaps in the drafter's cache say nothing about the head.
-                self.policy.record([lines_BW[line][-1] for line, r in live if r.cacheable], launched.num_drafts)
+                # Requests with gaps in the drafter's cache, or with forbidden drafts, say nothing about the head.
+                told = [lines_BW[line][-1] for line, r in live if r.cacheable and r.matcher is None]
+                self.policy.record(told, launched.num_drafts)
             advanced += [request for _, request in live]
         return advanced
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.engine.request import Request
 from peagle.engine.transfer import to_device
-from peagle.errors import PeagleError
+from peagle.errors import NoMemory, PeagleError
 from peagle.kernels.penalties import TokenHistory
 from peagle.kernels.token_masks import TokenMasks
 from peagle.sampling import RowSampling
@@ -98,7 +98,7 @@ class SlotState:
             self.history = TokenHistory(slots, vocab_size, self._device)
         except RuntimeError as error:  # out of memory is one, on CPU and CUDA
             size = TokenHistory.num_bytes(slots, vocab_size)
-            raise PeagleError(
+            raise NoMemory(
                 f"no memory for penalties and logit_bias, which take {size / 2**30:.2f} GiB for {slots} requests: "
                 "lower gpu_memory_utilization or max_num_seqs, or leave them out"
             ) from error
@@ -119,7 +119,7 @@ class SlotState:
             self.masks = TokenMasks(slots, rows, vocab_size, self._device)
         except RuntimeError as error:  # out of memory is one, on CPU and CUDA
             size = TokenMasks.num_bytes(slots, rows, vocab_size)
-            raise PeagleError(
+            raise NoMemory(
                 f"no memory for structured outputs, which take {size / 2**30:.2f} GiB for {slots} requests: "
                 "lower gpu_memory_utilization or max_num_seqs, or leave them out"
             ) from error

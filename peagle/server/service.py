@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.engine.request import Request
-from peagle.errors import PeagleError
+from peagle.errors import NoMemory, PeagleError
 from peagle.models.tokenizer import encode, render_chat
 from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
@@ -67,9 +67,11 @@ class Service:
 
     async def prepare(self, work: Callable[[], T], body: BaseModel, subject: str) -> T:
         """Run `work` in the prompts' thread. What it refuses is a 400 about the field of the body that the message
-        begins with, or else about `subject`."""
+        begins with, or else about `subject`; what memory is missing for, a 503."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self.worker, work)
+        except NoMemory as error:
+            raise ApiError(503, str(error), code="no_memory") from error
         except PeagleError as error:
             name = str(error).split(" ", 1)[0]
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else subject) from error

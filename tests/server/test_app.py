@@ -7,6 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.config import ServeConfig
+from peagle.errors import NoMemory
 from peagle.sampling import SamplingParams
 from peagle.server import guard
 from peagle.server.app import make_app
@@ -381,6 +382,16 @@ def test_a_failed_endpoint_is_a_500_in_the_same_form(llm, monkeypatch):
         client = TestClient(make_app(engine, llm, config), raise_server_exceptions=False)
         monkeypatch.setattr(engine, "make_request", lambda *_, **__: 1 / 0)
         assert error(post(client, COMPLETIONS, prompt="x"), 500)["code"] == "internal_error"
+
+
+def test_missing_memory_is_not_the_request_s_fault(llm, monkeypatch):
+    def full(_size: int):
+        raise NoMemory("no memory for penalties")
+
+    llm, config = chat_llm(), ServeConfig()
+    with started(llm, config) as engine, TestClient(make_app(engine, llm, config)) as client:
+        monkeypatch.setattr(llm.core, "keep_history", full)
+        assert error(post(client, COMPLETIONS, prompt="x", presence_penalty=1.0), 503)["code"] == "no_memory"
 
 
 def test_a_time_limit_cuts(llm):
