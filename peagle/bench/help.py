@@ -62,6 +62,11 @@ BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "result_dir": "Folder for it.",
             "result_filename": "Its name (default: made from time, model and data set).",
             "label": "A word of yours that stands in the result.",
+            "disable_tqdm": "Show no progress.",
+        },
+        "Of vLLM, without effect": {
+            "tokenizer": "Servers count tokens themselves.",
+            "trust_remote_code": "No code of a model is run.",
         },
     }
 )

@@ -21,7 +21,7 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "itl": "inter-token latency: a chunk of n tokens counts as n tokens that arrive together, one after the gap "
         "before the chunk and n - 1 after 0 ms",
         "chunk": "gap from one chunk to the next, however many tokens it holds (what vLLM's benchmark calls ITL)",
-        "e2el": "end-to-end latency: from the same moment to the last chunk",
+        "e2el": "end-to-end latency: from writing a request to its last chunk",
         "tokens": "as the server counts them in `usage`; where it does not, one per chunk",
         "throughput": "of whole answers, over the time from the first request to the last answer",
         "goodput": "whole answers per second that keep every limit",

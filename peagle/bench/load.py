@@ -5,14 +5,15 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from peagle.bench.client import Answer, ask
 from peagle.bench.sets import LoadPrompt
 from peagle.bench.settings import BenchServeConfig
+from peagle.bench.signals import ENDING, ignore_signals
 from peagle.errors import PeagleError
 
 if TYPE_CHECKING:
@@ -33,6 +34,16 @@ class Load:
     seconds: float = 0.0
     peak: int = 0
     stopped_by: signal.Signals | None = None
+
+
+class Watcher(Protocol):
+    """Who shows how far a load is."""
+
+    def __call__(self, answer: Answer) -> object:
+        """Take an answer that ended."""
+
+    async def watch(self, answers: Sequence[Answer]) -> None:
+        """Look at all answers, those to come too, until cancelled."""
 
 
 def request_body(config: BenchServeConfig, model: str, prompt: LoadPrompt, number: int) -> dict[str, Any]:
@@ -85,9 +96,9 @@ async def run_load(
     config: BenchServeConfig,
     model: str,
     prompts: Sequence[LoadPrompt],
-    on_done: Callable[[Answer], object],
+    watcher: Watcher | None = None,
 ) -> Load:
-    """Send every prompt and wait for all answers, or for SIGINT or SIGTERM; `on_done` is called for each that ended."""
+    """Send every prompt and wait for all answers, or for SIGINT or SIGTERM, after which both do nothing any more."""
     load = Load(asked=len(prompts))
     answers = [Answer(id=prompt.id, category=prompt.category) for prompt in prompts]
     free = asyncio.Semaphore(config.max_concurrency or max(1, len(prompts)))
@@ -103,13 +114,14 @@ async def run_load(
             try:
                 body = request_body(config, model, prompts[number], number)
                 await ask(session, url, body, answers[number], config.timeout)
-                on_done(answers[number])
+                if watcher is not None:
+                    watcher(answers[number])
             finally:
                 running -= 1
 
     start = time.perf_counter()
     tasks = [asyncio.ensure_future(send(n, start + due)) for n, due in enumerate(send_times(config, len(prompts)))]
-    with _stopping(tasks, load):
+    with _stopping(tasks, load), _watched(watcher, answers):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     load.seconds = time.perf_counter() - start
     for result in results:
@@ -120,23 +132,35 @@ async def run_load(
 
 
 @contextmanager
+def _watched(watcher: Watcher | None, answers: Sequence[Answer]) -> Iterator[None]:
+    if watcher is None:
+        yield
+        return
+    task = asyncio.ensure_future(watcher.watch(answers))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+@contextmanager
 def _stopping(tasks: Sequence["asyncio.Future[None]"], load: Load) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM cancel the tasks; a second one has its usual effect."""
+    """Let the first SIGINT or SIGTERM cancel the tasks. Both do nothing after it: whoever called has to write first."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def stop(number: signal.Signals) -> None:
         load.stopped_by = number
         for task in tasks:
             task.cancel()
         release()
+        ignore_signals()
 
     def release() -> None:
-        for number in numbers:
+        for number in ENDING:
             loop.remove_signal_handler(number)
 
     try:
-        for number in numbers:
+        for number in ENDING:
             loop.add_signal_handler(number, stop, number)
     except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
         yield
@@ -144,4 +168,5 @@ def _stopping(tasks: Sequence["asyncio.Future[None]"], load: Load) -> Iterator[N
     try:
         yield
     finally:
-        release()
+        if load.stopped_by is None:
+            release()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,8 @@ class SoakRow:
 
 
 def provenance() -> dict[str, Any]:
-    """`machine` and `versions` of this process, as they stand in a result file."""
+    """`machine` and `versions` of this process, as they stand in a result file; seconds if torch is not loaded."""
     import torch
-    import transformers
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -174,18 +174,21 @@ def provenance() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
             "peagle": peagle.__version__,
             "commit": _commit(),
         },
     }
 
 
-def write_result(path: Path | str, name: str, settings: Json, results: Json) -> None:
-    """Write one result file, whole or not at all. Row dataclasses anywhere in `results` become objects."""
+def write_result(path: Path | str, name: str, settings: Json, results: Json, where: Json | None = None) -> None:
+    """Write one result file, whole or not at all. Row dataclasses anywhere in `results` become objects.
+
+    `where` is a `provenance` that was asked for before, so that nothing slow stands between a result and its file.
+    """
     path = Path(path)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    document = {"name": name, "created": created, **provenance(), "settings": settings, "results": results}
+    document = {"name": name, "created": created, **(where or provenance()), "settings": settings, "results": results}
     text = json.dumps(document, indent=2, ensure_ascii=False, default=_as_json) + "\n"
     text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -6,7 +6,7 @@ import hashlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -18,10 +18,13 @@ from peagle.bench.counters import DEFINITION, Counters, acceptance
 from peagle.bench.latency import DEFINITIONS, gaps, summarise
 from peagle.bench.load import Load, extra_fields, run_load
 from peagle.bench.load_progress import LoadProgress
-from peagle.bench.server_info import ServerInfo, read_counters, read_server
+from peagle.bench.report import check_result_path, provenance, write_result
+from peagle.bench.server_info import ServerInfo, check_fits, read_counters, read_server
 from peagle.bench.sets import PromptSet, load_prompts
-from peagle.bench.settings import BenchServeConfig
+from peagle.bench.settings import WITHOUT_EFFECT, BenchServeConfig
+from peagle.bench.signals import ignore_signals, signals_put_back
 from peagle.errors import PeagleError
+from peagle.terminal import said_if_slow
 
 if TYPE_CHECKING:
     import aiohttp
@@ -32,13 +35,14 @@ FAILED_STATUS = 1  # some requests failed; the figures are those of the others
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A load and what was read around it."""
+    """A load and what was read around it; `where` is this machine, asked for before the load."""
 
     load: Load
     prompts: PromptSet
     server: ServerInfo
     before: Counters | None
     after: Counters | None
+    where: Mapping[str, Any]
 
     def results(self, config: BenchServeConfig) -> dict[str, Any]:
         """The part of a result file that was measured."""
@@ -55,7 +59,7 @@ class Measured:
 
 
 def run_bench_serve(config: BenchServeConfig, console: "Console | None" = None) -> int:
-    """Measure, print the report, save it if asked to or if the run was cut short. The exit status of the command.
+    """Measure, save the result if asked to or if the run was cut short, report. The exit status of the command.
 
     Raises PeagleError for what is wrong before the load begins.
     """
@@ -64,14 +68,22 @@ def run_bench_serve(config: BenchServeConfig, console: "Console | None" = None) 
     from peagle.bench.serve_view import print_report
 
     console = console or Console(stderr=True)
+    asked = config.save_result or config.save_detailed or config.result_filename is not None
+    if asked:
+        check_result_path(Path(config.result_dir or ".") / (config.result_filename or "serve.json"))
     measured = measure(config, console)
-    results = measured.results(config)
-    print_report(Console(), results["rows"][0], config)
     stopped = measured.load.stopped_by
-    if config.save_result or config.save_detailed or config.result_filename or stopped is not None:
-        path = _result_path(config, measured)
-        _save(path, config, measured, results)
-        console.print(f"{'partial results' if stopped else 'results'}: {path}", highlight=False, soft_wrap=True)
+    path = _result_path(config, measured) if asked or stopped is not None else None
+    with signals_put_back():
+        ignore_signals()
+        results = measured.results(config)
+        try:
+            if path is not None:
+                _save(path, config, measured, results)
+        finally:  # what cannot be written can still be read
+            print_report(Console(), results["rows"][0], config)
+        if path is not None:
+            console.print(f"{'partial results' if stopped else 'results'}: {path}", highlight=False, soft_wrap=True)
     if stopped is not None:
         return 128 + stopped
     return 0 if results["rows"][0]["failed"] == 0 else FAILED_STATUS
@@ -85,25 +97,36 @@ def measure(config: BenchServeConfig, console: "Console") -> Measured:
     prompts = load_prompts(config)
     if prompts.prompts and prompts.prompts[0].token_ids and config.path.endswith("/chat/completions"):
         raise PeagleError("random tokens are no conversation: leave --backend out, or give openai")
+    idle = [f"--{name.replace('_', '-')}" for name in WITHOUT_EFFECT if getattr(config, name)]
+    if idle:
+        console.print(f"note: {', '.join(idle)} of vLLM's benchmark has no effect here", highlight=False)
     for warning in prompts.warnings:
         console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
-    return asyncio.run(_measure(config, prompts, console))
+    with signals_put_back():
+        return asyncio.run(_measure(config, prompts, console))
 
 
 async def _measure(config: BenchServeConfig, prompts: PromptSet, console: "Console") -> Measured:
+    from rich.console import Console
+
     count = len(prompts.prompts)
+    shown = Console(quiet=True) if config.disable_tqdm else console
     async with open_session(config.key) as session:
         server = await read_server(session, config)
+        check_fits(server, config)
+        with said_if_slow("looking at this machine"):
+            where = provenance()  # not later, where it would stand between a result and its file
         if config.num_warmups:
             warmups = [prompts.prompts[n % count] for n in range(config.num_warmups)]
-            with LoadProgress(console, "warm-up", len(warmups)) as on_done:
-                warmed = await run_load(session, config, server.model, warmups, on_done)
+            with LoadProgress(shown, "warm-up", len(warmups)) as progress:
+                warmed = await run_load(session, config, server.model, warmups, progress)
             _check_warm(warmed)
         await _open_connections(session, config, min(count, config.max_concurrency or count))
         before = await read_counters(session, config)
-        with LoadProgress(console, "requests", count) as on_done, _no_long_collections():
-            load = await run_load(session, config, server.model, prompts.prompts, on_done)
-        return Measured(load, prompts, server, before, await read_counters(session, config))
+        with LoadProgress(shown, "requests", count) as progress, _no_long_collections():
+            load = await run_load(session, config, server.model, prompts.prompts, progress)
+            ignore_signals()
+        return Measured(load, prompts, server, before, await read_counters(session, config), where)
 
 
 def _check_warm(load: Load) -> None:
@@ -159,8 +182,6 @@ def _result_path(config: BenchServeConfig, measured: Measured) -> Path:
 
 
 def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dict[str, Any]) -> None:
-    from peagle.bench.report import write_result
-
     given: dict[str, Any] = asdict(config) | {"api_key": None}  # a secret
     given |= {name: value if value != float("inf") else "inf" for name, value in given.items()}  # JSON has no infinity
     dataset = measured.prompts
@@ -176,7 +197,7 @@ def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dic
         "definitions": {**DEFINITIONS, "acceptance": DEFINITION},
         "stopped_by": None if measured.load.stopped_by is None else measured.load.stopped_by.name,
     }  # fmt: skip
-    write_result(path, path.stem, settings, results)
+    write_result(path, path.stem, settings, results, measured.where)
 
 
 def _file_digest(path: str | None) -> str | None:

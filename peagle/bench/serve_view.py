@@ -32,11 +32,29 @@ def print_report(console: "Console", row: Mapping[str, Any], config: BenchServeC
         table.add_column(column, justify="right" if column else "left")
     for name in config.percentile_metrics:
         spread = row["latency_ms"][name]
-        cells = [f"{spread[key]:,.2f}" for key in ("mean", *shares)] if spread else ["–"] * (1 + len(shares))
+        cells = [_ms(spread[key]) for key in ("mean", *shares)] if spread else ["–"] * (1 + len(shares))
         table.add_row(_TITLES[name], *cells)
     console.print(table)
+    rare = [share for share in config.metric_percentiles if row["completed"] * (100 - share) < 100 > share]
+    if rare:
+        names = ", ".join(f"p{share:g}" for share in rare)
+        say(f"{names}: of {row['completed']} requests that is hardly more than the slowest one")
     say(*_acceptance(row["acceptance"]), "")
-    say(*(f"{_TITLES.get(name, name)}: {text}." for name, text in DEFINITIONS.items()), f"{DEFINITION}.")
+    say(*_definitions(row, config))
+
+
+def _ms(value: float) -> str:
+    """With three digits: a load that is run again differs in the fourth, mostly in the third."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _definitions(row: Mapping[str, Any], config: BenchServeConfig) -> list[str]:
+    """What those figures mean that are shown."""
+    shown = [*config.percentile_metrics, "tokens", "throughput"]
+    shown += ["goodput"] * (row["goodput"] is not None) + ["failures"] * bool(row["failed"])
+    lines = [f"{_TITLES.get(name, name)}: {text}." for name, text in DEFINITIONS.items() if name in shown]
+    measured = row["acceptance"] is not None and row["acceptance"]["acceptance_length"] is not None
+    return [*lines, f"{DEFINITION}."] if measured else lines
 
 
 def _counts(row: Mapping[str, Any]) -> list[str]:

@@ -49,6 +49,19 @@ async def read_server(session: "aiohttp.ClientSession", config: BenchServeConfig
     return ServerInfo(config.model or names[0], models, await _version(session, config))
 
 
+def check_fits(server: ServerInfo, config: BenchServeConfig) -> None:
+    """Raise PeagleError for random prompts that the server would refuse one by one; others' tokens are not known."""
+    if config.dataset_name != "random":
+        return
+    entry = next((model for model in server.models if model["id"] == server.model), {})
+    most, answer = entry.get("max_model_len"), config.output_len or config.random_output_len
+    if isinstance(most, int) and config.random_input_len + answer > most:
+        raise PeagleError(
+            f"prompts of {config.random_input_len} tokens and answers of {answer} exceed the {most} that the "
+            f"server takes with {server.model}: lower --random-input-len or --random-output-len"
+        )
+
+
 async def read_counters(session: "aiohttp.ClientSession", config: BenchServeConfig) -> Counters | None:
     """The counters of speculation now; None if the server has none, or none to show."""
     try:

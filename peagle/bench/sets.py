@@ -6,11 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from peagle.bench.datasets import Message, PromptRow, read_prompts
 from peagle.bench.prompt_sets import SHIPPED_SETS, shipped_set
-from peagle.bench.settings import DEFAULT_OUTPUT_LEN, BenchServeConfig
+from peagle.bench.settings import DEFAULT_OUTPUT_LEN, OWN_OUTPUT_LEN, BenchServeConfig
 from peagle.errors import PeagleError
 
 _RANDOM_PROMPTS = 1000
@@ -110,11 +109,8 @@ def _choose(rows: Sequence[PromptRow], config: BenchServeConfig) -> tuple[list[t
 
 
 def _output_len(config: BenchServeConfig, row: PromptRow) -> int:
-    given: dict[str, Any] = {
-        "hf": config.hf_output_len, "custom": config.custom_output_len, "sharegpt": config.sharegpt_output_len,
-        "spec-bench": config.spec_bench_output_len, "speed-bench": config.speed_bench_output_len,
-    }  # fmt: skip
-    length = given.get(config.dataset_name)
+    own = OWN_OUTPUT_LEN.get(config.dataset_name)
+    length: int | None = getattr(config, own) if own is not None else None
     if length == -1:
         if row.output_tokens is None:
             raise PeagleError(f"row {row.id} has no output_tokens: add it, or give --custom-output-len a length")

@@ -21,6 +21,14 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 )
 NAMED_SETS = ("mt-bench", "humaneval", "gsm8k", "mbpp")  # what the project ships
 DATASETS = ("hf", "custom", *NAMED_SETS, "spec-bench", "speed-bench", "sharegpt", "random")
+# Data set -> the setting of its answers' length, beside output_len, which is for every one.
+OWN_OUTPUT_LEN: Mapping[str, str] = MappingProxyType(
+    {
+        "hf": "hf_output_len", "custom": "custom_output_len", "sharegpt": "sharegpt_output_len",
+        "spec-bench": "spec_bench_output_len", "speed-bench": "speed_bench_output_len",
+    }
+)  # fmt: skip
+WITHOUT_EFFECT = ("tokenizer", "trust_remote_code")  # of vLLM's benchmark, for its command lines' sake
 METRICS = ("ttft", "tpot", "itl", "chunk", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DEFAULT_OUTPUT_LEN = 256
@@ -86,6 +94,10 @@ class BenchServeConfig:
     result_dir: str | None = None
     result_filename: str | None = None
     label: str | None = None
+    disable_tqdm: bool = False
+    # of vLLM, without effect
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset_name", self.dataset_name.replace("_", "-"))  # vLLM's spec_bench
@@ -103,6 +115,7 @@ class BenchServeConfig:
         check_share(self, "(0, 1]", "top_p")
         check_share(self, "[0, 1]", "min_p")
         self._check_custom_length()
+        self._check_own_length()
         self._check_rest()
 
     def _check_custom_length(self) -> None:
@@ -110,6 +123,16 @@ class BenchServeConfig:
         length = self.custom_output_len
         if length is not None and length < 1 and length != -1:
             raise PeagleError(f"custom_output_len is {length}: give at least 1, or -1 for each row's output_tokens")
+
+    def _check_own_length(self) -> None:
+        """A length of another data set would be passed over in silence."""
+        own = "random_output_len" if self.dataset_name == "random" else OWN_OUTPUT_LEN.get(self.dataset_name)
+        for dataset, name in OWN_OUTPUT_LEN.items():
+            if name != own and getattr(self, name) is not None:
+                right = "" if own is None else f" or --{own.replace('_', '-')}"
+                raise PeagleError(
+                    f"{name} is for the data set {dataset}, not for {self.dataset_name}: give --output-len{right}"
+                )
 
     def _check_rest(self) -> None:
         if not self.request_rate > 0:

@@ -16,6 +16,7 @@ from peagle.bench.load import Load, run_load
 from peagle.bench.server_info import ServerInfo, read_counters, read_server
 from peagle.bench.sets import LoadPrompt
 from peagle.bench.settings import BenchServeConfig
+from peagle.bench.signals import signals_put_back
 from peagle.bench.sweep_plan import Setup
 from peagle.bench.sweep_settings import METHODS, PLAIN, SweepConfig
 from peagle.config import MAX_SPECULATIVE_TOKENS
@@ -54,7 +55,8 @@ class ServerSource:
 
     def run(self, dataset: str, setup: Setup, concurrency: int) -> Run:
         prompts = self._prompts(dataset, self._config.prompts_of(concurrency), self._config.max_tokens)
-        load, counted = asyncio.run(self._load(setup, prompts, concurrency))
+        with signals_put_back():
+            load, counted = asyncio.run(self._load(setup, prompts, concurrency))
         return to_run(load, counted, len(self._rows[dataset]), setup, concurrency)
 
     def _prompts(self, dataset: str, count: int, tokens: int) -> list[LoadPrompt]:
@@ -71,7 +73,7 @@ class ServerSource:
         async with open_session(server.key) as session:
             # As many questions at once as there will be requests: connections are then there before the clock runs.
             before = (await asyncio.gather(*(read_counters(session, server) for _ in range(concurrency))))[0]
-            load = await run_load(session, config, self.infos[setup].model, prompts, lambda _: None)
+            load = await run_load(session, config, self.infos[setup].model, prompts)
             after = await read_counters(session, server)
         if load.stopped_by is not None:
             raise SystemExit(_TERMINATED_STATUS) if load.stopped_by == SIGTERM else KeyboardInterrupt

@@ -24,12 +24,14 @@ class FakeApi:
     running: int = 0
     peak: int = 0
     rounds: int = 100
+    max_model_len: int | None = None
 
     async def handle(self, request):
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "bad key"}}, status=401)
         if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": name} for name in self.models]})
+            length = {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
+            return web.json_response({"data": [{"id": name, **length} for name in self.models]})
         if request.path == "/version":
             return web.json_response({"version": "1.2.3"})
         if request.path == "/metrics":

@@ -153,6 +153,55 @@ def test_the_server_is_asked_first(tmp_path):
         bench(api, tmp_path, **ask, api_key="secret")
 
 
+def test_random_prompts_that_the_server_cannot_take(tmp_path):
+    sizes = {"dataset_name": "random", "num_prompts": 1, "random_input_len": 90}
+    with fake_api(max_model_len=100) as api:
+        with pytest.raises(
+            PeagleError, match=r"prompts of 90 tokens and answers of 11 exceed the 100 .*--random-input-len"
+        ):
+            bench(api, tmp_path, **sizes, random_output_len=11)
+        assert not api.bodies
+        assert bench(api, tmp_path, **sizes, random_output_len=10)[0] == 0
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_sent(tmp_path):
+    (tmp_path / "file").write_text("")
+    for asked in ({"save_result": True}, {"save_detailed": True}, {"result_filename": "x.json"}):
+        config = BenchServeConfig(base_url="http://127.0.0.1:9", result_dir=str(tmp_path / "file"), **asked)
+        with pytest.raises(PeagleError, match=r"cannot write the result .*choose a folder you may write to"):
+            run_bench_serve(config, QUIET)
+
+
+def test_the_file_is_there_before_the_report(tmp_path, monkeypatch):
+    """What is slow, such as imports, was done before the load; nothing stands between the load and its file."""
+    there, asked = [], []
+
+    def provenance():
+        asked.append(len(api.bodies))
+        return {"machine": {}, "versions": {}}
+
+    monkeypatch.setattr("peagle.bench.serve.provenance", provenance)
+    monkeypatch.setattr("peagle.bench.report.provenance", lambda: pytest.fail("asked again"))
+    monkeypatch.setattr(
+        "peagle.bench.serve_view.print_report", lambda *_: there.append((tmp_path / "out.json").exists())
+    )
+    before = signal.getsignal(signal.SIGINT)
+    with fake_api() as api:
+        assert bench(api, tmp_path, **custom(tmp_path, "x"))[0] == 0
+    assert (there, asked) == ([True], [0])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_report_explains_what_it_shows(tmp_path, capsys):
+    with fake_api(metrics=False) as api:
+        bench(api, tmp_path, **custom(tmp_path, "x"), percentile_metrics=("ttft",), tokenizer="org/model")
+    shown = capsys.readouterr().out
+    assert "TTFT: time to first token" in shown
+    assert "p95, p99: of 1 requests that is hardly more than the slowest one" in shown
+    for absent in ("TPOT", "goodput", "failures:", "accepted drafts / rounds"):
+        assert absent not in shown
+
+
 def test_what_is_no_api(tmp_path):
     with fake_api() as api, pytest.raises(PeagleError, match="/v1/models answers HTTP 404"):
         bench(api, tmp_path, **custom(tmp_path, "x"), **{"base_url": api.url + "/elsewhere"})
@@ -192,9 +241,11 @@ def test_a_signal_saves_what_there_is(tmp_path, number):
             assert time.perf_counter() < until
             assert running.poll() is None
             time.sleep(0.01)
-        os.kill(running.pid, number)
+        for _ in range(5):  # impatience does not lose the result
+            os.kill(running.pid, number)
+            time.sleep(0.02)
         _, errors = running.communicate(timeout=60)
-    assert running.returncode == 128 + number
+    assert running.returncode in (128 + number, -number)  # the last ones may come as the interpreter ends
     assert "Traceback" not in errors
     [path] = tmp_path.glob("serve-tiny-custom-*.json")
     assert f"partial results: {path.name}" in errors

@@ -1,5 +1,7 @@
 """Figures of a load, against loads made by hand; acceptance from counters and from answers."""
 
+import asyncio
+import itertools
 import math
 import re
 from io import StringIO
@@ -75,13 +77,35 @@ def test_an_end_without_text_is_a_token_if_one_is_missing():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(monkeypatch, terminal):
+    """Tokens of answers under way count: by chunks, and once an answer has ended, by what its chunks held."""
     said = StringIO()
-    monkeypatch.setattr("peagle.bench.load_progress._LINE_SECONDS", 0.0)
+    clock = itertools.chain([2.0], itertools.repeat(4.0))
+    answers = [answer(0.1, 0.2), answer(0.1, 0.2, tokens=6), answer(failure="HTTP 500")]
     with LoadProgress(Console(file=said, force_terminal=terminal, width=120), "requests", 3) as progress:
-        progress(answer(0.1, tokens=5))
-        progress(answer(failure="HTTP 500"))
-    assert re.search(r"tok/s, 1 failed", said.getvalue())
-    assert ("\nrequests: 2 of 3, " in said.getvalue()) is not terminal
+        monkeypatch.setattr(progress, "_start", 0.0)
+        monkeypatch.setattr("peagle.bench.load_progress.time.perf_counter", lambda: next(clock))
+        progress.show(answers[:1])
+        progress(answers[1])
+        progress(answers[2])
+        progress.show(answers)
+    assert re.search(r"\b3 tok/s, 1 failed", said.getvalue())  # 6, and 2 chunks of 3, in 4 s
+    if not terminal:
+        assert "requests: 0 of 3, 1 tok/s, time left unknown yet\n" in said.getvalue()
+        assert "requests: 2 of 3, 3 tok/s, 1 failed, about 2 s left\n" in said.getvalue()
+
+
+def test_a_log_hears_of_a_load_whose_first_answer_takes_long(monkeypatch):
+    said = StringIO()
+    monkeypatch.setattr("peagle.bench.load_progress._LINE_SECONDS", 0.01)
+
+    async def watched(progress):
+        task = asyncio.ensure_future(progress.watch([answer(0.1)]))
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    with LoadProgress(Console(file=said, width=120), "requests", 3) as progress:
+        asyncio.run(watched(progress))
+    assert said.getvalue().count("requests: 0 of 3, ") > 1
 
 
 def test_tokens_without_usage_are_chunks():
@@ -176,6 +200,20 @@ def test_bodies():
         "model": "m", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 9, "temperature": 0.0,
         "prompt": "hi", "stop": ["x"],
     }  # fmt: skip
+
+
+def test_a_length_of_another_data_set_is_refused():
+    for dataset, right in (
+        ("mt-bench", "give --output-len"),
+        ("custom", "or --custom-output-len"),
+        ("random", "or --random-output-len"),
+    ):
+        with pytest.raises(PeagleError, match=f"hf_output_len is for the data set hf, not for {dataset}: .*{right}$"):
+            BenchServeConfig(dataset_name=dataset, hf_output_len=4)
+    with pytest.raises(PeagleError, match="custom_output_len is for the data set custom"):
+        BenchServeConfig(dataset_name="hf", custom_output_len=4)
+    for name in ("hf", "custom", "sharegpt", "spec_bench", "speed_bench"):
+        BenchServeConfig(dataset_name=name, **{f"{name}_output_len": 4})
 
 
 @pytest.mark.parametrize("wrong", ["{", "[]", '{"prompt": "x"}'])

@@ -1,0 +1,27 @@
+"""Ctrl-C while a result is written: whoever is impatient shall not lose it."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ENDING = (signal.SIGINT, signal.SIGTERM)  # what asks a run to end
+
+
+def ignore_signals() -> None:
+    """From here on SIGINT and SIGTERM do nothing, as far as this thread may say so."""
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def signals_put_back() -> Iterator[None]:
+    """After the block SIGINT and SIGTERM do what they did before it."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
