@@ -1,28 +1,16 @@
 """The tables of an evaluation: the same cells on a terminal and, as Markdown, in the documents."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from peagle.bench.markdown import markdown_table
+from peagle.bench.markdown import Block, markdown_table, print_block
 
 Json = Mapping[str, Any]
 Cells = tuple[str, ...]
 _FILE_WIDTH = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One table: a title, a header, and rows of cells."""
-
-    title: str
-    header: Cells
-    rows: Sequence[Cells]
 
 
 def blocks(results: Json) -> Iterator[Block]:
@@ -57,12 +45,7 @@ def wide_console() -> Console:
 def print_tables(console: Console, result: Json) -> None:
     """All tables of a result file on a terminal, and what its figures mean."""
     for block in blocks(result["results"]):
-        table = Table(title=block.title, box=SIMPLE_HEAD, title_justify="left")
-        for number, heading in enumerate(block.header):
-            table.add_column(heading, justify="left" if number == 0 else "right")
-        for row in block.rows:
-            table.add_row(*(cell.replace("**", "") for cell in row))
-        console.print(table)
+        print_block(console, block)
     settings = result["settings"]
     if settings.get("datasets"):
         text = f"{settings['definition']}. Intervals: 95 %, by a bootstrap over requests."

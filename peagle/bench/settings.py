@@ -37,7 +37,7 @@ ACCURACY_TASKS = ("humaneval", "gsm8k")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchServeConfig:
-    """Load on an OpenAI-compatible server. Flags of `vllm bench serve` keep their names and meanings.
+    """Load on an OpenAI-compatible server. Flags that `vllm bench serve` has too mean the same.
 
     `backend` None means chat, and completions for random tokens. `num_prompts` None is every row of the data set, of
     random tokens 1000. Lengths are tokens, `timeout` is seconds for one request. `request_rate` is requests per second,

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,12 +21,12 @@ from rich.console import Console
 from peagle.bench.closed_loop import Run
 from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.bench.prompt_sets import find_set
-from peagle.bench.report import provenance, write_result
+from peagle.bench.report import check_result_path, provenance, write_result
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource, Source
-from peagle.bench.sweep_tables import announcement_tables, sweep_tables
+from peagle.bench.sweep_tables import print_tables
 from peagle.drafters.checkpoint import resolve_head
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
@@ -108,6 +108,7 @@ class Sweep:
         is the announcement's table: no K table is made of it, and its plots say so."""
         self._synthetic, self._written = synthetic, 0.0
         self._source, self._config, self._out, self._console = source, config, out, console
+        self._plan: list[Cell] = []
         self._setting, self._begin = dict(setting), begin
         self.results = Results()
         here = provenance()
@@ -128,6 +129,7 @@ class Sweep:
         """Measure what is not there yet, as far as the time goes; write tables, plots and K tables. Whether all is
         there."""
         plan = list(in_turns(datasets, setups, self._config.concurrency, self._config.repeats))
+        self._plan = [cell for _, cell in plan]
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
         if len(todo) < len(plan):
             self._say(f"{len(plan) - len(todo)} of {len(plan)} runs are there")
@@ -139,6 +141,8 @@ class Sweep:
         except BaseException:
             self._finish(missing=sum(not self.results.has(*each) for each in todo), report=True)
             raise
+        if not self.results.runs:
+            raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
         self._finish(missing=left, report=True)
         return not left
 
@@ -158,7 +162,7 @@ class Sweep:
         for done, (repeat, cell) in enumerate(todo):
             expected = clock.of(cell)
             if self._is_over(expected):
-                self._say(f"the time is over, {len(todo) - done} runs are left: add --resume to go on")
+                self._say(f"the time is over, {len(todo) - done} runs are left")
                 return len(todo) - done
             begin = time.perf_counter()
             run = self._source.run(cell.dataset, cell.setup, cell.concurrency)
@@ -187,6 +191,7 @@ class Sweep:
         """Write the result; with `report` also what is made of it: tables, plots, K tables."""
         rows = self.results.rows()
         if not rows:
+            self._say("no run has ended: there is no result")
             return
         settings = {
             **asdict(self._config), **self._setting, "definitions": DEFINITIONS, "partial": bool(missing),
@@ -195,12 +200,15 @@ class Sweep:
         write_result(self._out, self._out.stem, settings, {"rows": rows})
         self._written = time.perf_counter()
         if report:
-            self._report(rows)
+            self._report(rows, missing)
 
-    def _report(self, rows: Sequence[SweepRow]) -> None:
-        tables = announcement_tables if self._synthetic else sweep_tables
-        self._say(f"\n{tables([asdict(row) for row in rows])}\n")
-        written = [self._out] if self._synthetic else [self._out, *write_k_tables(rows, self._out)]
+    def _report(self, rows: Sequence[SweepRow], missing: int) -> None:
+        print_tables(Console(), [asdict(row) for row in rows], synthetic=self._synthetic)
+        if missing:
+            tables = "" if self._synthetic else "; K tables hold the concurrencies that are complete, and no others"
+            self._say(f"PARTIAL: {missing} runs are missing, the same command with --resume goes on{tables}")
+        whole = complete(rows, self._plan)
+        written = [self._out] if self._synthetic else [self._out, *write_k_tables(whole, self._out)]
         written += _plots(rows, self._out, self._say, "SYNTHETIC acceptance" if self._synthetic else "")
         self._say("wrote " + ", ".join(map(str, written)))
 
@@ -255,12 +263,13 @@ def choose_methods(config: SweepConfig, heads: Mapping[str, object]) -> list[str
 
 
 def check_out(out: Path, *, resume: bool) -> None:
-    """Raises PeagleError for a result that would be lost, and for a name that is none of a result."""
+    """Raises PeagleError for a name that is none of a result, and for a result that would be lost or not written."""
     if out.suffix != ".json":
         raise PeagleError(f"--out is {out}: give a file name that ends in .json")
     there = next((path for path in (out, runs_of(out)) if path.exists()), None)
     if there is not None and not resume:
         raise PeagleError(f"{there} exists: add --resume to go on with it, or give another name")
+    check_result_path(out)
 
 
 def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:
@@ -277,6 +286,13 @@ def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:
         sets[label] = read_prompts(path)
         random.Random(seed).shuffle(sets[label])
     return sets
+
+
+def complete(rows: Sequence[SweepRow], plan: Iterable[Cell]) -> list[SweepRow]:
+    """The rows of those concurrencies that lack no cell of the plan: a K is best only among all."""
+    there = {(row.dataset, row.concurrency, Setup(row.method, row.num_speculative_tokens)) for row in rows}
+    lacking = {cell.concurrency for cell in plan if (cell.dataset, cell.concurrency, cell.setup) not in there}
+    return [row for row in rows if row.concurrency not in lacking]
 
 
 def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:

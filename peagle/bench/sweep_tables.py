@@ -1,37 +1,66 @@
 """The tables of a sweep: tokens per second and speed-ups by K and concurrency, as the P-EAGLE announcement has them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from peagle.bench.announcement import ANNOUNCED, BEST_DRAFTS, SPEEDUP_AT_64
-from peagle.bench.markdown import markdown_table
+from peagle.bench.markdown import Block, markdown_table, print_block
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Json = Mapping[str, Any]
+_Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # header and lines
+_ANNOUNCED_HEADER = ("set", "concurrency", "announced, B200", "ours", "ours: K of P-EAGLE, of EAGLE-3", "announced K")
 
 
-def sweep_tables(rows: Sequence[Json]) -> str:
+def sweep_blocks(rows: Sequence[Json]) -> Iterator[Block]:
     """For every prompt set: all cells, then the best K of each method side by side."""
-    parts = []
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         own = [row for row in rows if row["dataset"] == dataset]
-        parts += [f"**{dataset}**: output tokens per second (times decoding without drafts)", _cells(own)]
-        best = _best(own)
-        if best:
-            parts += [f"**{dataset}**: the best K at each concurrency", best]
-    return "\n\n".join(parts)
+        header, lines = _cells(own)
+        yield Block(f"**{dataset}**: output tokens per second (times decoding without drafts)", header, lines)
+        header, lines = _best(own)
+        if lines:
+            yield Block(f"**{dataset}**: the best K at each concurrency", header, lines)
 
 
-def announcement_tables(rows: Sequence[Json]) -> str:
+def announcement_blocks(rows: Sequence[Json]) -> Iterator[Block]:
     """The speed-ups of P-EAGLE over EAGLE-3 beside the announced ones, then the sweep's own tables."""
     note = (
         "SYNTHETIC acceptance: drafts are kept by chance, with the acceptance lengths of the P-EAGLE announcement; "
         "weights are random. Speed-ups are P-EAGLE's best K over EAGLE-3's best K"
     )
-    return "\n\n".join((note, _beside_announced(rows), sweep_tables(rows)))
+    yield Block(note, _ANNOUNCED_HEADER, list(_comparisons(rows)))
+    yield from sweep_blocks(rows)
 
 
-def _cells(rows: Sequence[Json]) -> str:
+def sweep_tables(rows: Sequence[Json]) -> str:
+    """The tables of a sweep as Markdown."""
+    return _markdown(sweep_blocks(rows))
+
+
+def announcement_tables(rows: Sequence[Json]) -> str:
+    """The tables of the announcement's sweep as Markdown."""
+    return _markdown(announcement_blocks(rows))
+
+
+def print_tables(console: "Console", rows: Sequence[Json], *, synthetic: bool) -> None:
+    """Drawn on a terminal, Markdown elsewhere: a file is read by others."""
+    blocks = (announcement_blocks if synthetic else sweep_blocks)(rows)
+    if console.is_terminal:
+        for block in blocks:
+            print_block(console, block)
+    else:
+        console.print(_markdown(blocks), markup=False, highlight=False, soft_wrap=True)
+
+
+def _markdown(blocks: Iterable[Block]) -> str:
+    return "\n\n".join(f"{block.title}\n\n{markdown_table(block.header, block.rows)}" for block in blocks)
+
+
+def _cells(rows: Sequence[Json]) -> _Table:
     """A line per method and K; the fastest K of a method at a concurrency is bold."""
     at_once = sorted({row["concurrency"] for row in rows})
     fastest = {id(row) for c in at_once for m in METHODS if (row := _fastest(rows, m, c)) is not None}
@@ -41,7 +70,7 @@ def _cells(rows: Sequence[Json]) -> str:
         length = f"{of[max(of)]['acceptance_length']:.2f}" if k else ""
         cells = [_cell(of.get(c), bold=id(of.get(c)) in fastest and k > 0) for c in at_once]
         lines.append((method, str(k or ""), length, *cells))
-    return markdown_table(("method", "K", "AL", *(f"c={c}" for c in at_once)), lines)
+    return ("method", "K", "AL", *(f"c={c}" for c in at_once)), lines
 
 
 def _order(setup: tuple[str, int]) -> tuple[int, int]:
@@ -58,7 +87,7 @@ def _cell(row: Json | None, *, bold: bool) -> str:
     return (f"**{speed}**" if bold else speed) + factor + failed
 
 
-def _best(rows: Sequence[Json]) -> str:
+def _best(rows: Sequence[Json]) -> _Table:
     """K and speed-up of each method's best, and of P-EAGLE over EAGLE-3; with 95 % intervals."""
     at_once = sorted({row["concurrency"] for row in rows})
     lines = []
@@ -69,7 +98,7 @@ def _best(rows: Sequence[Json]) -> str:
     over = [_fastest(rows, P_EAGLE, c) for c in at_once]
     if any(row is not None and row["speedup_over_eagle3"] is not None for row in over):
         lines.append(("p-eagle over eagle3", *(_gain(row, "eagle3", with_k=False) for row in over)))
-    return markdown_table(("speed-up", *(f"c={c}" for c in at_once)), lines) if lines else ""
+    return ("speed-up", *(f"c={c}" for c in at_once)), lines
 
 
 def _gain(row: Json | None, base: str, *, with_k: bool) -> str:
@@ -84,13 +113,6 @@ def _gain(row: Json | None, base: str, *, with_k: bool) -> str:
 def _fastest(rows: Sequence[Json], method: str, concurrency: int) -> Json | None:
     own = (row for row in rows if (row["method"], row["concurrency"]) == (method, concurrency))
     return max(own, key=lambda row: row["tokens_per_second"], default=None)
-
-
-def _beside_announced(rows: Sequence[Json]) -> str:
-    return markdown_table(
-        ("set", "concurrency", "announced, B200", "ours", "ours: K of P-EAGLE, of EAGLE-3", "announced K"),
-        list(_comparisons(rows)),
-    )
 
 
 def _comparisons(rows: Sequence[Json]) -> Iterator[tuple[str, ...]]:

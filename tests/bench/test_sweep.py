@@ -84,7 +84,7 @@ def test_ways_to_decode_take_turns_and_each_repeat_begins_with_another():
     assert [cell.dataset for _, cell in plan[:20:5]] == ["a", "b", "a", "b"]  # all sets before the next concurrency
 
 
-def test_a_whole_sweep_and_what_it_writes(tmp_path):
+def test_a_whole_sweep_and_what_it_writes(tmp_path, capsys):
     source, out = MadeUp(), tmp_path / "sweep-x.json"
     sweep, console = sweep_of(source, out)
     assert sweep.measure(["a", "b"], SETUPS) is True
@@ -101,7 +101,8 @@ def test_a_whole_sweep_and_what_it_writes(tmp_path):
     assert json.loads(table.read_text()) == {"1": 5, "4": 0}
     text = console.file.getvalue()
     assert "[40/40" in text
-    assert "p-eagle over eagle3" in text
+    assert "PARTIAL" not in text
+    assert "p-eagle over eagle3" in capsys.readouterr().out
     for name in ("acceptance", "heat-map", "speed-up"):
         assert (tmp_path / f"sweep-x-{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"sweep-x-{name}.svg").read_text()
@@ -128,6 +129,26 @@ def test_an_interrupted_sweep_is_kept_and_resumed(tmp_path):
     assert sweep_of(third, out, resume=True)[0].measure(["a", "b"], SETUPS)
     assert not third.asked
     assert not third.warmed
+
+
+@pytest.mark.parametrize(("done", "table"), [(9, None), (10, {"1": 5}), (19, {"1": 5}), (20, {"1": 5, "4": 0})])
+def test_no_k_is_the_best_while_others_are_missing(tmp_path, done, table):
+    """Ten cells at c = 1, ten at c = 4; the last of each set is that without drafts."""
+    out = tmp_path / "sweep-x.json"
+    sweep, console = sweep_of(MadeUp(fail_at=done), out)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.measure(["a", "b"], SETUPS)
+    path = tmp_path / "sweep-x.k-table-p-eagle.json"
+    assert (json.loads(path.read_text()) if path.exists() else None) == table
+    assert f"PARTIAL: {40 - done} runs are missing, the same command with --resume" in console.file.getvalue()
+
+
+def test_a_stop_before_the_first_run_says_that_there_is_nothing(tmp_path):
+    sweep, console = sweep_of(MadeUp(fail_at=0), tmp_path / "sweep-x.json")
+    with pytest.raises(KeyboardInterrupt):
+        sweep.measure(["a"], SETUPS)
+    assert "no run has ended: there is no result" in console.file.getvalue()
+    assert not list(tmp_path.iterdir())
 
 
 def test_sigterm_keeps_what_is_there(tmp_path):
@@ -182,9 +203,10 @@ def test_the_time_is_over(tmp_path):
     source, out = MadeUp(), tmp_path / "sweep-x.json"
     config = replace(CONFIG, seconds=50.0)
     sweep, console = sweep_of(source, out, config, begin=perf_counter() - 100)
-    assert sweep.measure(["a"], SETUPS) is False
+    with pytest.raises(PeagleError, match="nothing was measured in 50 seconds: raise --seconds"):
+        sweep.measure(["a"], SETUPS)
     assert not source.asked
-    assert "20 runs are left: add --resume" in console.file.getvalue()
+    assert "20 runs are left" in console.file.getvalue()
     assert not out.exists()
 
     class Slow(MadeUp):
@@ -195,8 +217,9 @@ def test_the_time_is_over(tmp_path):
     clock, source = [0.0], Slow()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peagle.bench.sweep.time.perf_counter", lambda: clock[0])
-        sweep, _ = sweep_of(source, out, config, begin=0.0)
+        sweep, console = sweep_of(source, out, config, begin=0.0)
         assert sweep.measure(["a"], SETUPS) is False
+    assert "PARTIAL: 18 runs are missing, the same command with --resume goes on" in console.file.getvalue()
     assert len(source.asked) == 2  # a third would end at 60 s
     assert read_result(out)["settings"]["missing_runs"] == 18
 

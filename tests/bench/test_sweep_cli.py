@@ -86,7 +86,11 @@ def test_both_heads_and_no_drafts(tiny, tmp_path, capsys):
     assert result["settings"]["heads"][P_EAGLE]["name"] == "parallel"
     assert str(tmp_path) not in out.read_text()
     assert str(tiny) not in out.read_text()
-    assert "p-eagle over eagle3" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "| p-eagle over eagle3 |" in said.out
+    assert "p-eagle over" not in said.err
+    assert "tok/s" in said.err
+    assert "PARTIAL" not in said.err
     assert json.loads((tmp_path / "sweep-x.k-table-eagle3.json").read_text()).keys() == {"1", "2"}
     assert "sweep-x.json exists: add --resume" in fails(capsys, sweep(tiny, out))
     assert run(app, ["bench", "compare", str(out), str(out)]) == 0
@@ -111,6 +115,20 @@ def test_what_cannot_be_measured_is_said_before_anything_loads(tiny, tmp_path, c
     status = sweep(tiny, tmp_path / "sweep-x.json", *more)
     assert message in fails(capsys, status)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_result_that_cannot_be_written_is_said_before_anything_loads(tiny, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    status = sweep(tiny, tmp_path / "file" / "x.json")
+    said = capsys.readouterr().err
+    assert "cannot write the result" in said
+    assert (status, "loading" in said) == (2, False)
+
+
+def test_no_time_for_any_run_is_an_error(tiny, tmp_path, capsys):
+    status = sweep(tiny, tmp_path / "x.json", "--seconds", "0.001")
+    assert "nothing was measured in 0.001 seconds: raise --seconds" in fails(capsys, status)
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_heads_that_do_not_belong(tiny, tmp_path, capsys):
@@ -237,7 +255,7 @@ def test_the_announcement_on_a_tiny_shape(tmp_path, capsys):
         if method != PLAIN:
             said = result["settings"]["acceptance_lengths"][dataset][f"{method} K={k}"]
             assert row["acceptance_length"] == pytest.approx(said, abs=0.3)
-    assert "announced, B200" in capsys.readouterr().err
+    assert "announced, B200" in capsys.readouterr().out
     with pytest.raises(PeagleError, match="add --resume"):
         main(arguments)
     with pytest.raises(PeagleError, match="shape huge is not known"):

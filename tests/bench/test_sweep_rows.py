@@ -1,9 +1,11 @@
 """Rows, intervals and tables of a sweep, and the announcement's figures, from runs that are known."""
 
 from dataclasses import asdict, replace
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from benchmarks.announcement import rates_of
 from peagle.bench.announcement import ANNOUNCED, DRAFTS, length_of
@@ -12,7 +14,7 @@ from peagle.bench.report import read_result, write_result
 from peagle.bench.sweep_plan import Cell, Setup
 from peagle.bench.sweep_rows import Results, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN
-from peagle.bench.sweep_tables import announcement_tables, sweep_tables
+from peagle.bench.sweep_tables import announcement_tables, print_tables, sweep_tables
 from peagle.bench.tables import render_block
 
 FAST, SLOW, BASE = Setup(P_EAGLE, 3), Setup(EAGLE3, 3), Setup(PLAIN, 0)
@@ -146,6 +148,17 @@ def test_the_table():
     assert "| none |  |  | 500 | 16,000, 3 failed |" in text
     assert "| p-eagle over none | K=7: **8.00x** [8.00–8.00] |  |" in text
     assert "| p-eagle over eagle3 | **4.00x** [4.00–4.00] |  |" in text
+
+
+def test_a_terminal_gets_no_markdown():
+    made = results({FAST: [run([0.1] * 8)], BASE: [run([0.4] * 8)]})
+    rows = [asdict(row) for row in made.rows()]
+    for terminal in (True, False):
+        said = StringIO()
+        print_tables(Console(file=said, force_terminal=terminal, width=100), rows, synthetic=False)
+        assert "K=3: " in said.getvalue()
+        assert ("**" in said.getvalue(), "|" in said.getvalue()) == (not terminal, not terminal)
+    assert said.getvalue() == sweep_tables(rows) + "\n"
 
 
 def test_result_names_have_their_tables(tmp_path):
