@@ -99,7 +99,7 @@ def measure(config: BenchServeConfig, console: "Console") -> Measured:
         raise PeagleError("random tokens are no conversation: leave --backend out, or give openai")
     idle = [f"--{name.replace('_', '-')}" for name in WITHOUT_EFFECT if getattr(config, name)]
     if idle:
-        console.print(f"note: {', '.join(idle)} of vLLM's benchmark has no effect here", highlight=False)
+        console.print(f"note: without effect here: {', '.join(idle)}", highlight=False)
     for warning in prompts.warnings:
         console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
     with signals_put_back():
