@@ -1,4 +1,5 @@
-# Two commands: `make demo` and `make test`. Everything lives in .venv; nothing else on the machine is touched.
+# Two commands: `make demo` and `make test`. Everything is installed into .venv; beside it only the demo
+# model is kept, converted once, in ~/.cache/peagle (or the folder that PEAGLE_CACHE names).
 #
 #   PYTHON       interpreter to make .venv with, 3.11 or newer
 #   TORCH        what to give pip for torch; "torch" takes the newest

@@ -48,7 +48,7 @@ app.add_typer(bench, name="bench")
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")
 ]
-HeadDir = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a head.")]
+HeadDir = Annotated[str, typer.Argument(metavar="DIR", help="Directory of a head.")]
 SpeculativeJson = Annotated[
     str | None, typer.Option("--speculative-config", metavar="JSON", help="vLLM's speculative config.")
 ]
@@ -102,7 +102,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=EXAMPLES["peagle"])
 def peagle(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")

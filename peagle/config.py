@@ -89,7 +89,7 @@ class SpeculativeConfig:
         if k != "auto" and not _is_draft_count(k):
             raise PeagleError(
                 f"num_speculative_tokens is {k!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}, or "
-                "'auto'; to decode without drafts, leave the speculative config out"
+                "'auto'; to decode without drafts use --no-speculation, or leave the speculative config out"
             )
         if most is not None and not _is_draft_count(most):
             raise PeagleError(

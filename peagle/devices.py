@@ -13,6 +13,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise PeagleError(f"device {name!r} is not known: use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise PeagleError(f"device {name!r} is not supported: use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PeagleError(f"device {name!r} was asked for and no CUDA GPU is visible: use --device cpu, or auto")
     return device

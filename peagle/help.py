@@ -11,6 +11,12 @@ def _examples(*lines: str) -> str:
 
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
+        "peagle": _examples(
+            'peagle generate smollm2-135m --prompt "Name three rivers."',
+            "peagle chat smollm2-135m",
+            "peagle serve smollm2-135m",
+            "peagle bench sweep smollm2-135m --out sweep-me.json",
+        ),
         "generate": _examples(
             'peagle generate smollm2-135m --prompt "Name three rivers."',
             "peagle generate smollm2-135m --prompts-file questions.jsonl --json",
@@ -55,6 +61,11 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle serve org/model --head my-head --num-speculative-tokens auto --max-num-seqs 128 --port 8001",
             "peagle serve org/model --host 0.0.0.0 --api-key secret --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),
+        "bench": _examples(
+            "peagle bench serve --dataset-name mt-bench --max-concurrency 8",
+            "peagle bench sweep smollm2-135m --out sweep-me.json",
+            "peagle bench compare before.json after.json",
+        ),
         "bench serve": _examples(
             "peagle bench serve --dataset-name mt-bench --max-concurrency 1",
             "peagle bench serve --dataset-name hf --dataset-path philschmid/mt-bench --num-prompts 80 "
@@ -69,7 +80,8 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle bench sweep org/model --head my-head --methods p-eagle,none --seconds 600 --out s.json --resume",
         ),
         "eval": _examples(
-            "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --limit 10 --max-num-seqs 16",
+            "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --sets mt_bench --k 5 --temperature 0 "
+            "--max-num-seqs 16",
             "peagle eval my-head org/model --sets mt_bench,mine.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
             "peagle eval my-head org/model --sets none --accuracy humaneval,gsm8k --run-code --k 5",
         ),

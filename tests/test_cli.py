@@ -98,12 +98,12 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench sweep", "bench compare"])
+@pytest.mark.parametrize("verb", ["", *VERBS, "bench", "bench serve", "bench sweep", "bench compare"])
 def test_help_shows_examples(verb):
     done = peagle(*verb.split(), "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "Examples" in done.stdout
-    assert f"peagle {verb}" in done.stdout.split("Examples")[1]
+    assert f"peagle {verb}".strip() in done.stdout.split("Examples")[1]
 
 
 def test_help_without_a_verb():
@@ -175,6 +175,9 @@ def test_the_engines_flags_have_vllms_names(monkeypatch):
         (("generate", "no-such-model", "--prompt", "a"), "model 'no-such-model' not found"),
         (("chat", "no-such-model", "--top-p", "0"), "top_p is 0.0"),
         (("inspect", "no-such-head"), "no-such-head"),
+        (("inspect", "./heads/nosuch"), "head ./heads/nosuch does not exist"),
+        (("generate", "m", "--prompt", "a", "--head", "d", "--num-speculative-tokens", "40"), "use --no-speculation"),
+        (("bench", "compare", "none.json", "none.json"), "cannot read the result none.json: No such file or directory"),
         (("export", "no-such-head", "--out", "x"), "no-such-head"),
         (("train", "m", "--data", "d", "--out", "o", "--num-layers", "0"), "num_layers is 0"),
         (("train", "m", "--data", "d", "--out", "o", "--tap-ids", "1,b"), "--tap-ids is '1,b'"),
@@ -287,6 +290,26 @@ def test_a_head_for_another_target_is_refused(tiny, capsys, tmp_path, changes, s
     assert run(app, ["inspect", str(head), "--target", str(tiny[0])]) == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--head", "nosuch"), "head nosuch does not exist"),
+        (("--head", "heads/nosuch"), "head heads/nosuch does not exist"),
+        (("--device", "tpu"), "device 'tpu' is not known"),
+        (("--device", "mps"), "device 'mps' is not supported"),
+        (("--kernels", "triton", "--device", "cpu"), "triton"),
+        (("--max-model-len", "1000000"), "max_model_len is 1000000"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_weights_are_read(tiny, capsys, tmp_path, monkeypatch, flags, says):
+    monkeypatch.setattr("peagle.models.target.load_model", lambda *_, **__: pytest.fail("read the weights"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (tmp_path / "heads").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert says in fails(capsys, "generate", tiny[0], "--prompt", "hello", *flags)
+
+
 def test_a_prompt_longer_than_the_context(tiny, capsys):
     line = fails(capsys, "generate", tiny[0], "--raw", "--prompt", "x " * SIZES["max_position_embeddings"])
     assert f"context of {SIZES['max_position_embeddings']}" in line
@@ -326,7 +349,12 @@ def test_profile(tiny, capsys, tmp_path):
     common = ["profile", str(model), "--head", str(head), "--num-speculative-tokens", "3", "--prompt-tokens", "16"]
     settings = ["--concurrency", "2", "--steps", "3", "--device", "cpu", "--out", str(out), "--trace", str(trace)]
     assert run(app, [*common, *settings]) == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert [line.split()[1] for line in progress.splitlines() if line.endswith(" ...")] == [
+        "loading",
+        "warming",
+        "timing",
+    ]
     assert "P-EAGLE K = 3, 2 at once, cpu" in said
     assert "matmul" in said
     assert "accepted here means nothing" in " ".join(said.split())

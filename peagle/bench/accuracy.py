@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-from peagle.bench.eval_rows import AccuracyRow
+from peagle.bench.eval_rows import AccuracyRow, QuestionRow
 from peagle.bench.prompt_sets import load_sets, shipped_file
 from peagle.bench.sandbox import PASSED, run_programs
 from peagle.bench.statistics import share_interval
@@ -19,6 +19,7 @@ from peagle.errors import PeagleError
 
 KEY_FILES = {"humaneval": "humaneval_tests.jsonl", "gsm8k": "gsm8k_answers.jsonl"}
 RIGHT, WRONG, NO_ANSWER = "right", "wrong", "no answer"
+CUT = "cut"  # at the most tokens allowed, so that nobody knows what it would have become
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)  # the last one may be cut off by the end of the answer
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
@@ -46,7 +47,7 @@ class Task:
 
 
 def load_task(name: str, limit: int | None = None) -> Task:
-    """The first `limit` questions of a task. Raises PeagleError where its files were not installed."""
+    """`limit` questions of a task, spread over its file. Raises PeagleError where its files were not installed."""
     path = shipped_file(KEY_FILES[name])
     if path is None:
         raise PeagleError(f"{KEY_FILES[name]} was not installed: run from a checkout that has benchmarks/data")
@@ -57,17 +58,40 @@ def load_task(name: str, limit: int | None = None) -> Task:
 
 def mark(
     task: Task, drafted: Sequence[RequestOutput], plain: Sequence[RequestOutput], num_drafts: int
-) -> list[AccuracyRow]:
-    """A row for the answers with drafts, and one for those without. Answers that are the same are marked once."""
+) -> tuple[list[AccuracyRow], list[QuestionRow]]:
+    """(a row for the answers with drafts and one for those without, a row for each answer of both).
+
+    Answers that are the same are marked once.
+    """
     equal = [a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True)]
     changed = [place for place, same in enumerate(equal) if not same]
     texts = [output.text for output in plain] + [drafted[place].text for place in changed]
-    questions = [*task.questions, *(task.questions[place] for place in changed)]
-    outcomes = _outcomes(task.name, questions, texts)
-    without, with_drafts = outcomes[: len(plain)], outcomes[: len(plain)]
-    for place, outcome in zip(changed, outcomes[len(plain) :], strict=True):
+    asked = [*task.questions, *(task.questions[place] for place in changed)]
+    marked = _outcomes(task.name, asked, texts)
+    without, with_drafts = marked[: len(plain)], marked[: len(plain)]
+    for place, outcome in zip(changed, marked[len(plain) :], strict=True):
         with_drafts[place] = outcome
-    return [_row(task.name, found, k, sum(equal)) for found, k in ((with_drafts, num_drafts), (without, 0))]
+    rows, questions = list[AccuracyRow](), list[QuestionRow]()
+    for found, outputs, k in ((with_drafts, drafted, num_drafts), (without, plain, 0)):
+        outcomes = list(map(_unless_cut, found, outputs))
+        rows.append(_row(task.name, outcomes, k, sum(equal)))
+        questions += [
+            QuestionRow(
+                task=task.name,
+                id=question.key["id"],
+                num_speculative_tokens=k,
+                outcome=outcome,
+                tokens=len(output.token_ids),
+                finish_reason=output.finish_reason,
+            )
+            for question, outcome, output in zip(task.questions, outcomes, outputs, strict=True)
+        ]
+    return rows, questions
+
+
+def _unless_cut(outcome: str, output: RequestOutput) -> str:
+    """The outcome; of an answer that was cut before it was right, that."""
+    return CUT if output.finish_reason == "length" and outcome not in (RIGHT, PASSED) else outcome
 
 
 def _row(task: str, outcomes: Sequence[str], num_drafts: int, equal: int) -> AccuracyRow:

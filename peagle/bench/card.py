@@ -7,7 +7,13 @@ from typing import Any
 from peagle.bench.eval_rows import CardRow, GroupRow
 from peagle.bench.groups import unpack_requests
 from peagle.bench.report import read_result
-from peagle.bench.statistics import LEVEL, Interval, acceptance_length_interval, paired_ratio_difference
+from peagle.bench.statistics import (
+    FEWEST_REQUESTS,
+    LEVEL,
+    Interval,
+    acceptance_length_interval,
+    paired_ratio_difference,
+)
 from peagle.errors import PeagleError
 
 CARD_NAME = "acceptance.json"
@@ -47,15 +53,17 @@ def compare_with_card(
             notes.append(f"the card does not have {where}")
         elif other["prompts"] != row.prompts or _other_prompts(row.suite, settings, card["settings"]):
             notes.append(f"{where}: the card's prompts are others ({other['prompts']}, here {row.prompts})")
+        elif row.prompts < FEWEST_REQUESTS:
+            notes.append(f"{where}: {row.prompts} prompts are too few to tell a difference from noise")
         else:
             pairs.append((row, other))
     return [_compare(row, other, 1 - (1 - LEVEL) / len(pairs)) for row, other in pairs], notes
 
 
-def verdict(compared: Sequence[CardRow]) -> str:
-    """One line over all figures."""
+def verdict(compared: Sequence[CardRow], card: Json) -> str:
+    """One line over all figures; where none was compared, with the flags that compare some."""
     if not compared:
-        return "no figure of the card could be compared"
+        return f"the card was NOT CHECKED: this run has none of its figures. To check it: {_flags_for(card)}"
     below = [row for row in compared if row.verdict == BELOW]
     if not below:
         above = sum(row.verdict == ABOVE for row in compared)
@@ -88,6 +96,20 @@ def _compare(row: GroupRow, other: Json, level: float) -> CardRow:
     )
 
 
+def _flags_for(card: Json) -> str:
+    """The flags of `peagle eval` that measure what the card says. `--limit` shows only where the card has it too."""
+    rows, settings = card["results"]["rows"], card["settings"]
+    flags = {
+        "--sets": dict.fromkeys(row["suite"] for row in rows),
+        "--k": sorted({row["num_speculative_tokens"] for row in rows}),
+        "--temperature": [f"{t:g}" for t in sorted({row["temperature"] for row in rows})],
+        "--max-tokens": [settings["max_tokens"]] if "max_tokens" in settings else [],
+        "--limit": [settings["limit"]] if settings.get("limit") else [],
+    }
+    text = " ".join(f"{flag} {','.join(map(str, values))}" for flag, values in flags.items() if values)
+    return f"{text} (or fewer sets, k and temperatures{'' if flags['--limit'] else '; without --limit'})"
+
+
 def _judge(difference: Interval, tolerance: float) -> str:
     if difference.high < -tolerance:
         return BELOW
@@ -95,9 +117,11 @@ def _judge(difference: Interval, tolerance: float) -> str:
 
 
 def _other_prompts(suite: str, settings: Json, card_settings: Json) -> bool:
-    """Whether both name the hash of the set and the hashes differ."""
-    here, there = (part.get("datasets", {}).get(suite, {}).get("sha256") for part in (settings, card_settings))
-    return None not in (here, there) and here != there
+    """Whether the hashes of the prompts differ; a card without hashes is one of whole sets."""
+    here, there = (part.get("datasets", {}).get(suite, {}) for part in (settings, card_settings))
+    if there.get("sha256") is None:
+        return "ids" in here
+    return here.get("sha256") not in (None, there["sha256"])
 
 
 def _key(row: Json) -> Key:

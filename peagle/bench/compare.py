@@ -1,5 +1,6 @@
 """`peagle bench compare`: what moved from one result file to another, by how much, and whether it is noise."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle.bench.report import read_result
-from peagle.bench.result_figures import Figure, Key, direction, figures_by_row
+from peagle.bench.result_figures import Figure, Key, depends_on_amount, direction, figures_by_row, other_amounts
 from peagle.bench.statistics import Interval
 from peagle.errors import PeagleError
 
@@ -24,13 +25,15 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A figure of a row in both files. `difference` is after less before; None where no interval can be had."""
+    """A figure of a row in both files. `difference` is after less before; None where no interval can be had, and then
+    `unsure` says why."""
 
     row: Key
     name: str
     before: float
     after: float
     difference: Interval | None
+    unsure: str
 
     @property
     def verdict(self) -> Verdict:
@@ -52,11 +55,16 @@ class Change:
         return 100 * (self.after - self.before) / abs(self.before) if self.before else None
 
     def worse_by(self, percent: float) -> bool:
-        """Whether it got worse by more than that, and not by noise."""
-        if self.verdict in ("same", "noise"):
-            return False
-        change = direction(self.name) * (self.after - self.before)
-        return change < 0 and (self.percent is None or abs(self.percent) > percent)
+        """Whether it got worse by more than that, beyond noise."""
+        worse = direction(self.name) * (self.after - self.before) < 0
+        return self.verdict == "moved" and worse and self._exceeds(percent)
+
+    def unjudged(self, percent: float) -> bool:
+        """Whether it changed by more than that, for better or worse, and noise cannot be told."""
+        return self.verdict == "cannot tell" and direction(self.name) != 0 and self._exceeds(percent)
+
+    def _exceeds(self, percent: float) -> bool:
+        return self.percent is None or abs(self.percent) > percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,8 @@ def compare(before: Json, after: Json) -> Comparison:
     """Compare two result files. Raises PeagleError where they have no figure in common."""
     old, new = figures_by_row(before), figures_by_row(after)
     pairs = _matched(old, new)
-    changes = [change for first, second in pairs for change in _changes(first, old[first], new[second])]
+    other = other_amounts(before["settings"], after["settings"])
+    changes = [c for first, second in pairs for c in _changes(first, old[first], new[second], sums=not other)]
     if not changes:
         raise PeagleError(
             f"{before['name']} and {after['name']} have no row in common: compare two results of the same command"
@@ -85,6 +94,8 @@ def compare(before: Json, after: Json) -> Comparison:
         "second": [key for key in new if key not in dict(pairs).values()],
     }
     warnings = [f"only in the {which} file: {_some(keys)}" for which, keys in alone.items() if keys]
+    if other:
+        warnings.append(f"{', '.join(other)} differ: seconds, counts and other sums are not compared")
     return Comparison(changes, [*_differences(before, after), *warnings])
 
 
@@ -103,14 +114,24 @@ def run_compare(
         console.print(_table(shown, first.name, second.name))
     counted = ", ".join(f"{verdicts.count(v)} {v}" for v in ("same", "noise", "moved", "cannot tell") if v in verdicts)
     console.print(f"{len(verdicts)} figures: {counted}", highlight=False, soft_wrap=True)
-    if "cannot tell" in verdicts:
-        console.print("cannot tell: the files hold neither repeats nor an interval of the figure", highlight=False)
-    if fail_on_regression is None:
-        return 0
-    worse = found.regressions(fail_on_regression)
-    for change in worse:
-        text = f"worse by more than {fail_on_regression:g} %: {' '.join(change.row)} {change.name}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    reasons = Counter(change.unsure for change in found.changes if change.verdict == "cannot tell")
+    for reason, count in reasons.items():
+        console.print(f"cannot tell of {count}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if fail_on_regression is None else _judge(found, fail_on_regression, console)
+
+
+def _judge(found: Comparison, percent: float, console: Console) -> int:
+    """Say what got worse by more than `percent`, and what nobody can judge; the exit status."""
+    worse = found.regressions(percent)
+    lines = [f"worse by more than {percent:g} %: {' '.join(change.row)} {change.name}" for change in worse]
+    unjudged = sum(change.unjudged(percent) for change in found.changes)
+    if unjudged:
+        lines.append(
+            f"not judged: {unjudged} of the figures changed by more than {percent:g} %, for better or worse, and noise cannot "
+            "be told; they do not fail the command"
+        )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return REGRESSION_STATUS if worse else 0
 
 
@@ -121,11 +142,15 @@ def _matched(old: Mapping[Key, Any], new: Mapping[Key, Any]) -> list[tuple[Key, 
     return [*pairs, (left[0], right[0])] if len(left) == len(right) == 1 else pairs
 
 
-def _changes(row: Key, old: Mapping[str, Figure], new: Mapping[str, Figure]) -> Iterator[Change]:
+def _changes(row: Key, old: Mapping[str, Figure], new: Mapping[str, Figure], *, sums: bool) -> Iterator[Change]:
+    """The figures that both rows have; with `sums` also those that are sums, if both are over as many prompts."""
+    counts = [{name: of[name].value for name in ("prompts", "asked") if name in of} for of in (old, new)]
+    sums = sums and counts[0] == counts[1]
     for name, figure in old.items():
-        if name in new:
+        if name in new and (sums or not depends_on_amount(name)):
             other = new[name]
-            yield Change(row, name, figure.value, other.value, figure.difference(other))
+            unsure = figure.why_unsure(other)
+            yield Change(row, name, figure.value, other.value, figure.difference(other), unsure)
 
 
 def _differences(before: Json, after: Json) -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from peagle.bench.acceptance import SuiteAcceptance
 from peagle.bench.groups import Counts, figures, pack_requests
+from peagle.bench.statistics import FEWEST_REQUESTS
 
 DEFINITION = (
     "acceptance length (AL) = 1 + accepted drafts / rounds; share at position j = rounds that accepted draft j / "
@@ -18,10 +19,11 @@ class GroupRow:
     """Acceptance of a set (`category` and `context` are None), of one category of it, or of the rounds of it that began
     in one bucket of context lengths, tokens of prompt and answer.
 
-    Every `..._interval` is [low, high] at 95 %, by a bootstrap over requests. `per_request` holds accepted drafts and
-    rounds of every request in the order of the set, so that two runs can be compared request by request. Figures
-    without loops leave out rounds that began in text repeating an earlier 12 tokens; they, `tokens` and `per_request`
-    are of whole sets. Of a part of a set, `prompts` are those that had a round in it.
+    Every `..._interval` is [low, high] at 95 %, by a bootstrap over requests; None of fewer than 8 of them.
+    `per_request` holds accepted drafts and rounds of every request in the order of the set, so that two runs can be
+    compared request by request. Figures without loops leave out rounds that began in text repeating an earlier 12
+    tokens; they, `tokens` and `per_request` are of whole sets. Of a part of a set, `prompts` are those that had a round
+    in it.
     """
 
     suite: str
@@ -30,11 +32,11 @@ class GroupRow:
     num_speculative_tokens: int
     temperature: float
     acceptance_length: float
-    acceptance_length_interval: Sequence[float]
+    acceptance_length_interval: Sequence[float] | None
     accepted_share_per_position: Sequence[float]
-    accepted_share_per_position_interval: Sequence[Sequence[float]]
+    accepted_share_per_position_interval: Sequence[Sequence[float]] | None
     conditional_share_per_position: Sequence[float]
-    conditional_share_per_position_interval: Sequence[Sequence[float]]
+    conditional_share_per_position_interval: Sequence[Sequence[float]] | None
     prompts: int
     rounds: int
     acceptance_length_without_loops: float | None = None
@@ -46,7 +48,8 @@ class GroupRow:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccuracyRow:
     """How many answers of a task were right, at one setting of drafts (0: none), and how many of those answers are the
-    same tokens as the ones without drafts. The interval is Wilson's at 95 %."""
+    same tokens as the ones without drafts. The interval is Wilson's at 95 %. Of `outcomes`, "cut" are answers that
+    reached the most tokens allowed and were not right by then."""
 
     task: str
     num_speculative_tokens: int
@@ -57,6 +60,18 @@ class AccuracyRow:
     accuracy_interval: Sequence[float]
     equal_answers: int
     outcomes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuestionRow:
+    """One answer of a task: its question's id, and what became of it."""
+
+    task: str
+    id: str
+    num_speculative_tokens: int
+    outcome: str
+    tokens: int
+    finish_reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +115,7 @@ def group_row(
 ) -> GroupRow:
     """The row of any group of requests or rounds."""
     found = figures(table, seed=seed)
+    enough = found.requests >= FEWEST_REQUESTS
     shares, conditional = found.share_per_position, found.conditional_per_position
     return GroupRow(
         suite=suite,
@@ -108,11 +124,11 @@ def group_row(
         num_speculative_tokens=num_drafts,
         temperature=temperature,
         acceptance_length=round(found.acceptance_length.value, 4),
-        acceptance_length_interval=found.acceptance_length.rounded(),
+        acceptance_length_interval=found.acceptance_length.rounded() if enough else None,
         accepted_share_per_position=[round(share.value, 4) for share in shares],
-        accepted_share_per_position_interval=[share.rounded() for share in shares],
+        accepted_share_per_position_interval=[share.rounded() for share in shares] if enough else None,
         conditional_share_per_position=[round(share.value, 4) for share in conditional],
-        conditional_share_per_position_interval=[share.rounded() for share in conditional],
+        conditional_share_per_position_interval=[share.rounded() for share in conditional] if enough else None,
         prompts=found.requests,
         rounds=found.rounds,
     )

@@ -48,11 +48,13 @@ def print_tables(console: Console, result: Json) -> None:
         print_block(console, block)
     settings = result["settings"]
     if settings.get("datasets"):
-        text = f"{settings['definition']}. Intervals: 95 %, by a bootstrap over requests."
+        text = f"{settings['definition']}. Intervals: 95 %, by a bootstrap over requests; [–]: too few."
         console.print(text, markup=False, highlight=False)
 
 
 def _length(row: Json) -> str:
+    if row["acceptance_length_interval"] is None:  # of too few prompts
+        return f"**{row['acceptance_length']:.2f}** [–]"
     low, high = row["acceptance_length_interval"]
     return f"**{row['acceptance_length']:.2f}** [{low:.2f}, {high:.2f}]"
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from peagle.bench.accuracy import Task, load_task
 from peagle.bench.answer_meter import AnswerMeter
-from peagle.bench.card import BELOW, compare_with_card, read_card, verdict
+from peagle.bench.card import BELOW, Json, compare_with_card, read_card, verdict
 from peagle.bench.eval_rows import DEFINITION
 from peagle.bench.eval_tables import print_tables, wide_console
 from peagle.bench.evaluation import Evaluation, Found
@@ -31,6 +31,8 @@ from peagle.models.target import Target, load_target
 from peagle.models.weights import weight_files
 
 NOT_AS_EXPECTED_STATUS = 1  # below the card, or an answer that drafts changed for no reason that rounding explains
+
+_NOTES = 6  # lines of what could not be compared with the card
 
 
 def run_eval(
@@ -80,7 +82,7 @@ def run_eval(
         evaluation.found.card, notes = compare_with_card(evaluation.found.rows, settings, said, name)
     save(partial=False)
     print_tables(wide_console(), read_result(out))
-    return _conclude(evaluation.found, said is not None, notes, meter, out)
+    return _conclude(evaluation.found, said, notes, meter, out)
 
 
 def _load(head: Path, model: str, config: EvalConfig, device: torch.device) -> tuple[Target, Eagle3Drafter]:
@@ -98,17 +100,19 @@ def _provenance(head: Path, sets: Sequence[NamedSet]) -> dict[str, Any]:
         "command": shlex.join(["peagle", *sys.argv[1:]]),
         "head": head.resolve().name,
         "head_sha256": " ".join(_sha256(file) for file in weight_files(head)),
-        "datasets": {s.name: {"sha256": s.sha256, "prompts": len(s.rows)} for s in sets},
+        "datasets": {s.name: s.summary for s in sets},
         "definition": DEFINITION,
     }
 
 
-def _conclude(found: Found, has_card: bool, notes: Sequence[str], meter: AnswerMeter, out: Path) -> int:
+def _conclude(found: Found, card: Json | None, notes: Sequence[str], meter: AnswerMeter, out: Path) -> int:
     """The last lines, and the exit status."""
-    for note in notes:
+    for note in notes[:_NOTES]:
         meter.say(f"not compared: {note}")
+    if len(notes) > _NOTES:
+        meter.say(f"not compared: {len(notes) - _NOTES} figures more")
     if found.rows:
-        meter.say(verdict(found.card) if has_card else "the head has no acceptance.json to compare with")
+        meter.say(verdict(found.card, card) if card is not None else "the head has no acceptance.json to compare with")
     unexplained = [row for row in found.lossless if not row.explained]
     if unexplained:
         meter.say("NOT LOSSLESS: answers with drafts differ from those without by more than rounding explains")

@@ -12,7 +12,7 @@ import torch
 from peagle.bench.acceptance import SuiteAnswers, prompt_of
 from peagle.bench.accuracy import Task, mark
 from peagle.bench.answer_meter import AnswerMeter
-from peagle.bench.eval_rows import AccuracyRow, CardRow, GroupRow, group_row, set_row
+from peagle.bench.eval_rows import AccuracyRow, CardRow, GroupRow, QuestionRow, group_row, set_row
 from peagle.bench.groups import by_category, by_context, counts
 from peagle.bench.lossless import EqualityRow, Judge, compare_answers
 from peagle.bench.prompt_sets import NamedSet
@@ -35,13 +35,14 @@ class Found:
     contexts: list[GroupRow] = field(default_factory=list)
     lossless: list[EqualityRow] = field(default_factory=list)
     accuracy: list[AccuracyRow] = field(default_factory=list)
+    questions: list[QuestionRow] = field(default_factory=list)
     card: list[CardRow] = field(default_factory=list)
 
     def results(self) -> dict[str, Any]:
         """As a result file has it; accuracy stands in for the rows where no acceptance was measured."""
         lists = {name: getattr(self, name) for name in self.__dataclass_fields__}
         if not self.rows and self.accuracy:
-            return {"rows": self.accuracy}
+            return {"rows": self.accuracy, "questions": self.questions}
         return {name: rows for name, rows in lists.items() if rows or name == "rows"}
 
 
@@ -90,7 +91,9 @@ class Evaluation:
         self._compare()
         for task, k, drafted, plain in self._marked:
             self._meter.say(f"marking {task.name}")
-            self.found.accuracy += mark(task, drafted, plain, k)
+            rows, questions = mark(task, drafted, plain, k)
+            self.found.accuracy += rows
+            self.found.questions += questions
 
     def _engine(self, k: int) -> LLM:
         total = sum(map(len, self._suites.values()))

@@ -75,7 +75,7 @@ EVAL_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Acceptance": {
             "sets": "Prompt sets: mt_bench, humaneval, gsm8k, mbpp, or prompts files; none: no acceptance.",
-            "limit": "Prompts of each set, from the top (default: all; on a CPU take 10).",
+            "limit": "Prompts of each set, spread over it (default: all). A card of whole sets is then not checked.",
             "k": "Draft tokens per round; each is measured.",
             "temperatures": "Sampling temperatures; each is measured, 0 is greedy.",
             "max_tokens": "Longest answer, in tokens.",

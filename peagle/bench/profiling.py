@@ -1,5 +1,6 @@
 """The verb `profile`: time some decoding steps, profile as many more, and show both beside the machine's limits."""
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def run_profile(
     device = resolve_device(config.device)
     spec = read_spec(resolve_model(model, weights=config.load_format != "dummy"))
     length = _needed_length(config, spec, _most_drafts(speculation))
+    sys.stderr.write(f"peagle: loading {model} ...\n")
     bandwidth = copy_bandwidth(device)
     llm = LLM(
         model,
@@ -145,8 +147,10 @@ def measure(
     prompts = [rng.integers(0, spec.vocab_size, config.prompt_tokens).tolist() for _ in range(config.concurrency)]
     params = SamplingParams(max_tokens=length - config.prompt_tokens, temperature=0.0, ignore_eos=True)
     batch = Decoding(llm, prompts, params)
+    sys.stderr.write("peagle: warming up ...\n")
     batch.settle()
     batch.advance(_WARM_UP)
+    sys.stderr.write(f"peagle: timing {config.steps} steps, then as many under the profiler ...\n")
     window = batch.advance(config.steps)
     profile = profile_steps(batch, config.steps, trace)
     cost = step_cost(

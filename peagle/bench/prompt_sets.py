@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import peagle
 from peagle.bench.datasets import PromptRow, read_prompts
@@ -15,15 +16,22 @@ SHIPPED_SETS = ("mt_bench", "humaneval", "gsm8k", "mbpp")
 
 @dataclass(frozen=True, slots=True)
 class NamedSet:
-    """Prompts under one name. A benchmark asks the first turn of each."""
+    """Prompts under one name. A benchmark asks the first turn of each. `whole` is False of a part of a file."""
 
     name: str
     rows: tuple[PromptRow, ...]
+    whole: bool = True
 
     @property
     def conversations(self) -> list[list[dict[str, str]]]:
         """The messages to answer, a conversation per row."""
         return [list(row.messages) for row in self.rows]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """As the settings of a result have it: hash and count, and of a part of a file which rows it took."""
+        ids = {} if self.whole else {"ids": [row.id for row in self.rows]}
+        return {"sha256": self.sha256, "prompts": len(self.rows), **ids}
 
     @property
     def sha256(self) -> str:
@@ -61,15 +69,24 @@ def find_set(text: str) -> Path:
 
 
 def load_sets(names: Sequence[str], limit: int | None = None) -> list[NamedSet]:
-    """The named sets (mt-bench and mt_bench are the same) or prompts files, `limit` rows of each from the top.
+    """The named sets (mt-bench and mt_bench are the same) or prompts files, `limit` rows of each spread over the file.
 
     Raises PeagleError for what is neither, and for two of one name.
     """
     sets = []
     for text in names:
         path = find_set(text)
-        sets.append(NamedSet(path.stem, tuple(read_prompts(path)[:limit])))
+        rows = read_prompts(path)
+        taken = spread(rows, limit)
+        sets.append(NamedSet(path.stem, tuple(taken), whole=len(taken) == len(rows)))
     twice = [s.name for s in sets if sum(s.name == other.name for other in sets) > 1]
     if twice:
         raise PeagleError(f"two prompt sets are called {twice[0]}: rename one of the files, or leave one out")
     return sets
+
+
+def spread(rows: Sequence[PromptRow], limit: int | None) -> list[PromptRow]:
+    """`limit` rows at even distances, the first among them, always the same: a file may be ordered by category."""
+    if limit is None or limit >= len(rows):
+        return list(rows)
+    return [rows[place * len(rows) // limit] for place in range(limit)]

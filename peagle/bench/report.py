@@ -23,6 +23,9 @@ from peagle.errors import PeagleError
 
 Json = Mapping[str, Any]
 
+_PARTS = ("machine", "versions", "settings", "results")
+_RESULT_REMEDY = "give a file that peagle wrote, with --out or --save-result"
+
 # A list of numbers over several lines; JSON has no line break inside a text, so this is never part of one.
 _NUMBERS = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
 
@@ -220,15 +223,20 @@ def check_result_path(path: Path) -> None:
 
 
 def read_result(path: Path | str) -> dict[str, Any]:
-    """Read a result file and check that its keys are there."""
+    """Read a result file and check that its keys are there. Raises PeagleError."""
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PeagleError(f"cannot read the result {path}: {' '.join(str(error).split())}") from None
-    missing = {"name", "created", "machine", "versions", "settings", "results"} - set(document)
-    if missing:
-        raise PeagleError(f"{path} is no result file: it lacks {', '.join(sorted(missing))}")
+    except OSError as error:
+        raise PeagleError(f"cannot read the result {path}: {error.strerror}; check the path") from None
+    except (ValueError, RecursionError):  # no JSON, no text, or JSON beyond all measure
+        raise PeagleError(f"{path} is no result file: it is not JSON; {_RESULT_REMEDY}") from None
+    if not isinstance(document, dict):
+        raise PeagleError(f"{path} is no result file: it is a JSON {type(document).__name__}; {_RESULT_REMEDY}")
+    for name, kind in (("name", str), ("created", str), *((part, dict) for part in _PARTS)):
+        if not isinstance(document.get(name), kind):
+            what = "has another kind of" if name in document else "lacks"
+            raise PeagleError(f"{path} is no result file: it {what} {name!r}; {_RESULT_REMEDY}")
     return document
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from peagle.bench.groups import unpack_requests
 from peagle.bench.statistics import (
+    FEWEST_REQUESTS,
     Interval,
     interval_difference,
     mean_difference,
@@ -25,7 +26,9 @@ _IDENTIFYING = frozenset(
 _MEASURED = frozenset(
     {"verdict", "per_request", "tokens_from", "source", "partial", "explained", "out_of_memory", "paired", "failure"}
 )
-_NO_ROWS = frozenset({"requests", "divergences", "card"})  # lists of single cases, and what compares already
+_NO_ROWS = frozenset(
+    {"requests", "questions", "divergences", "card"}
+)  # lists of single cases, and what compares already
 _HIGHER = frozenset(
     {"second", "throughput", "goodput", "ratio", "speedup", "acceptance", "accepted", "conditional", "position",
      "accuracy", "correct", "identical", "equal", "utilisation"}
@@ -34,13 +37,24 @@ _LOWER = frozenset({"ms", "seconds", "gib", "latency", "failed", "unfinished", "
 _NEUTRAL = frozenset({"std", "floor_ms", "prompts", "rounds", "tokens", "draft_tokens", "accepted_tokens"})
 _SUFFIXES = ("_interval", "_repeats")
 _FEW = 3  # repeats from which Student's t says something
-_FEW_REQUESTS = 10  # a bootstrap of fewer knows too little of how unlike requests are
+# Figures that are sums over the work done, and the settings that say how much work that is.
+_SUMS = frozenset(
+    {"seconds", "prompts", "requests", "rounds", "tokens", "draft_tokens", "accepted_tokens", "prompt_tokens",
+     "output_tokens", "total_tokens", "asked", "completed", "failed", "failures", "unfinished", "not_sent", "good",
+     "correct", "outcomes", "equal", "equal_answers", "identical", "tokens_compared", "answers"}
+)  # fmt: skip
+_AMOUNTS = frozenset(
+    {"repeats", "prompts", "num_prompts", "prompts_per_client", "limit", "max_tokens", "accuracy_tokens",
+     "lossless_prompts", "ignore_eos", "steps", "minutes", "output_len", "random_input_len"}
+)  # fmt: skip
+TOO_FEW = f"fewer than {FEWEST_REQUESTS} prompts; measure again with more (--limit or --num-prompts)"
+NO_SPREAD = f"the files have no interval and fewer than {_FEW} repeats of it; where there is --repeats, raise it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
     """One number of a result. `pairs` are accepted drafts and rounds by request, `sample` a latency by request,
-    `prompts` the hash of the prompts if the file has it."""
+    `prompts` the hash of the prompts if the file has it. `few`: of so few prompts that they say nothing of others."""
 
     value: float
     interval: Interval | None = None
@@ -48,6 +62,12 @@ class Figure:
     pairs: tuple[list[int], list[int]] | None = None
     sample: Sequence[float] = ()
     prompts: str | None = None
+    few: bool = False
+
+    def why_unsure(self, other: "Figure") -> str:
+        """What stands in the way where `difference` is None, and the remedy."""
+        handful = 0 < min(len(self.sample), len(other.sample)) < FEWEST_REQUESTS
+        return TOO_FEW if handful or self.few or other.few else NO_SPREAD
 
     def difference(self, other: "Figure") -> Interval | None:
         """`other` less this with its interval; None where the files do not say how sure they are."""
@@ -60,7 +80,7 @@ class Figure:
             return repeats_difference(self.repeats, other.repeats)
         if self.interval is not None and other.interval is not None:
             return interval_difference(self.interval, other.interval)
-        if min(len(self.sample), len(other.sample)) >= _FEW_REQUESTS:
+        if min(len(self.sample), len(other.sample)) >= FEWEST_REQUESTS:
             return mean_difference(self.sample, other.sample)
         return None
 
@@ -72,6 +92,18 @@ def direction(name: str) -> int:
     if base.rsplit(".", 1)[-1] in _NEUTRAL or base in _NEUTRAL:
         return 0
     return 1 if words & _HIGHER else -1 if words & _LOWER else 0
+
+
+def depends_on_amount(name: str) -> bool:
+    """Whether a figure is a sum, which says nothing where more or less was done."""
+    path = name.split("[")[0].split(".")
+    return path[0] in _SUMS or path[-1] in _SUMS
+
+
+def other_amounts(before: Json, after: Json) -> list[str]:
+    """The settings that set the amount of work and differ."""
+    names = (name for name in {**before, **after} if name in _AMOUNTS or name.endswith("_output_len"))
+    return [name for name in names if before.get(name) != after.get(name)]
 
 
 def figures_by_row(result: Json) -> dict[Key, dict[str, Figure]]:
@@ -104,7 +136,7 @@ def _identity(row: Json) -> Iterator[str]:
 def _figures(row: Json, result: Json) -> Iterator[tuple[str, Figure]]:
     flat = dict(_flatten(row))
     prompts = result["settings"].get("datasets", {}).get(row.get("suite"), {}).get("sha256")
-    enough = not 0 < row.get("prompts", _FEW_REQUESTS) < _FEW_REQUESTS
+    enough = not 0 < row.get("prompts", FEWEST_REQUESTS) < FEWEST_REQUESTS
     for name, value in flat.items():
         ending = name.rsplit(".", 1)[-1].split("[")[0]
         if ending in _IDENTIFYING or ending.endswith(_SUFFIXES):
@@ -121,6 +153,7 @@ def _figures(row: Json, result: Json) -> Iterator[tuple[str, Figure]]:
                 pairs=pairs,
                 sample=_sample(name, result),
                 prompts=prompts,
+                few=not enough,
             ),
         )
 

@@ -14,6 +14,7 @@ from peagle.errors import PeagleError
 
 LEVEL = 0.95
 DRAWS = 2000
+FEWEST_REQUESTS = 8  # a bootstrap of fewer knows too little of how unlike requests are
 _CELLS = 4_000_000  # of the table of how often each request was drawn, made in parts no larger
 
 # Student's t at 97.5 %, by degrees of freedom from 1; beyond the table the normal distribution's.

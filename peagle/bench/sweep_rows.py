@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peagle.bench.closed_loop import Run
-from peagle.bench.statistics import DRAWS, LEVEL, repeats_interval
+from peagle.bench.statistics import DRAWS, FEWEST_REQUESTS, LEVEL, repeats_interval
 from peagle.bench.sweep_plan import Cell, Setup
 from peagle.bench.sweep_settings import EAGLE3, PLAIN
 
-FEWEST_PROMPTS = 8  # from which on an interval is drawn from prompts
 Range = Sequence[float]  # low and high end of an interval
 _Floats = NDArray[np.float64]
 
@@ -149,7 +148,7 @@ class Results:
 
 def _draws(prompts: int) -> _Floats | None:
     """How often each prompt is drawn, [draws, prompts]; None for a few prompts."""
-    if prompts < FEWEST_PROMPTS:
+    if prompts < FEWEST_REQUESTS:
         return None
     return np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=DRAWS).astype(np.float64)
 

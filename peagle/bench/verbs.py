@@ -13,7 +13,9 @@ from peagle.flags import with_flags
 from peagle.help import EXAMPLES
 
 bench = typer.Typer(
-    help="Measure: a server under load, which K pays, and whether two results differ.", rich_markup_mode="rich"
+    help="Measure: a server under load, which K pays, and whether two results differ.",
+    epilog=EXAMPLES["bench"],
+    rich_markup_mode="rich",
 )
 
 
@@ -29,7 +31,9 @@ def serve(config: BenchServeConfig) -> None:
 @bench.command(epilog=EXAMPLES["bench sweep"])
 @with_flags(SweepConfig, SWEEP_FLAGS)
 def sweep(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id or name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")
+    ],
     config: SweepConfig,
     out: Annotated[Path, typer.Option(metavar="F.json", help="Result; runs, K tables and plots go beside it.")],
     head: Annotated[
@@ -72,7 +76,7 @@ def compare(
     ] = False,
     fail_on_regression: Annotated[
         float | None,
-        typer.Option(metavar="PCT", help="Exit status 1 if a figure got worse by more than this."),
+        typer.Option(metavar="PCT", help="Exit status 1 if a figure got worse by more than this, beyond noise."),
     ] = None,
 ) -> None:
     """Compare two result files: what moved, by how much, and is it noise."""

@@ -24,7 +24,7 @@ from peagle.drafters.quantize import quantize_rows
 from peagle.drafters.vocab import target_ids
 from peagle.errors import PeagleError, one_line
 from peagle.models.decoder import TargetModel
-from peagle.models.hub import HUB_ID, expand_home
+from peagle.models.hub import HUB_ID, expand_home, is_local_path
 from peagle.models.layers import Rope
 from peagle.models.spec import ModelSpec
 
@@ -162,12 +162,18 @@ def resolve_head(path_or_hub_id: Path | str) -> Path:
     name = str(path_or_hub_id)
     if path.exists():
         raise PeagleError(f"head {name} is a file: expected the directory that holds config.json and model.safetensors")
-    if not HUB_ID.fullmatch(name):
+    if is_local_path(name) or not HUB_ID.fullmatch(name):
         raise PeagleError(f"head {name} does not exist: expected a directory or a Hub id like org/name; check the path")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except LocalEntryNotFoundError as error:
+        raise PeagleError(
+            f"head {name} is neither a local directory nor in the local Hub cache, and the Hub cannot be reached: "
+            "check the path, or go online once"
+        ) from error
     except Exception as error:  # its kinds differ between hub versions: network, access, unknown id, full disk
         raise PeagleError(
             f"head {name} is no local directory and could not be fetched from the Hub ({one_line(error)}): "

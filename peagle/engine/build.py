@@ -47,7 +47,7 @@ def build_core(
     weight = target.model.embed_tokens.weight
     device, spec = weight.device, target.spec
     kernels = resolve_kernels(config, device)
-    _check_max_model_len(config.max_model_len, spec)
+    check_max_model_len(config.max_model_len, spec)
     for module in (target.model, drafter):
         if module is not None:
             use_kernels(module, kernels)
@@ -107,7 +107,8 @@ def resolve_kernels(config: EngineConfig, device: torch.device) -> str:
     return config.kernels
 
 
-def _check_max_model_len(asked: int | None, spec: ModelSpec) -> None:
+def check_max_model_len(asked: int | None, spec: ModelSpec) -> None:
+    """Raise PeagleError for a context longer than the target's."""
     context = spec.max_position_embeddings
     if asked is not None and asked > context:
         raise PeagleError(f"max_model_len is {asked}: it must be at most the target's context, {context} tokens")

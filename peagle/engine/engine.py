@@ -11,10 +11,10 @@ import numpy as np
 
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from peagle.devices import resolve_device, resolve_dtype
-from peagle.drafters.checkpoint import load_drafter
+from peagle.drafters.checkpoint import load_drafter, resolve_head
 from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
-from peagle.engine.build import build_core
+from peagle.engine.build import build_core, check_max_model_len, resolve_kernels
 from peagle.engine.costs import measure_costs
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.speculation import FixedK, check_depth, choose_policy, draft_counts, trained_depth
@@ -79,12 +79,22 @@ class LLM:
         )
         on = resolve_device(config.device)
         precision = resolve_dtype(config.dtype, on)
-        target = load_target(model, dtype=precision, device=on, load_format=config.load_format)
+        # What is wrong is said before the weights are read, which takes a while.
+        resolve_kernels(config, on)
+        if isinstance(speculative_config, dict):
+            speculative_config = SpeculativeConfig.from_mapping(speculative_config)
+        if speculative_config is not None:
+            resolve_head(speculative_config.model)
+        target = load_target(
+            model,
+            dtype=precision,
+            device=on,
+            load_format=config.load_format,
+            check=lambda spec: check_max_model_len(config.max_model_len, spec),
+        )
         if speculative_config is None:
             self._build(target, None, config, 0)
             return
-        if isinstance(speculative_config, dict):
-            speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         drafter, speculation = _load_head(speculative_config, target)
         most_drafts = speculation.max_drafts
         self._build(target, drafter, config, most_drafts, synthetic_rates=speculation.synthetic_rates)

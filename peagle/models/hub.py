@@ -66,6 +66,12 @@ def expand_home(path: Path | str, what: str, remedy: str = "give the full path")
         raise PeagleError(f"{what} is in a home directory that does not exist: {remedy}") from None
 
 
+def is_local_path(text: str) -> bool:
+    """Whether a text that could be a Hub id means a path: by its form, or since the folder before the slash is here."""
+    parent, slash, _ = text.replace(os.sep, "/").rpartition("/")
+    return text.startswith((".", "~", "/")) or "/" in parent or bool(slash and os.path.isdir(parent))
+
+
 def _checked_directory(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise PeagleError(f"model {str(path)!r} has no config.json: expected a Hugging Face style directory")

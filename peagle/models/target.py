@@ -1,6 +1,7 @@
 """A target ready for use: weights, description and tokenizer loaded from whatever MODEL names."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,17 +35,25 @@ class Target:
 
 
 def load_target(
-    model: str, *, dtype: torch.dtype, device: torch.device, progress: bool = True, load_format: str = "auto"
+    model: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    load_format: str = "auto",
+    check: Callable[[ModelSpec], object] | None = None,
 ) -> Target:
     """Resolve MODEL and load it frozen, in eval mode. `progress` allows a note on stderr about a conversion.
 
     `load_format` "dummy" draws random weights, for benchmarks: MODEL then needs no more than its config.json, and
-    without a tokenizer.json gets a placeholder tokenizer. Raises PeagleError for an unknown, unsupported or damaged
-    model.
+    without a tokenizer.json gets a placeholder tokenizer. `check` is called before the weights are read, and may raise.
+    Raises PeagleError for an unknown, unsupported or damaged model.
     """
     dummy = load_format == "dummy"
     path = resolve_model(model, progress=progress, weights=not dummy)
     spec = read_spec(path)
+    if check is not None:
+        check(spec)
     if dummy:
         has_tokenizer = (path / "tokenizer.json").is_file()
         tokenizer = load_tokenizer(path) if has_tokenizer else placeholder_tokenizer(spec.vocab_size)

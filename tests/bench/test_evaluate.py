@@ -26,7 +26,7 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     before = os.environ.get("PEAGLE_CACHE")
     os.environ["PEAGLE_CACHE"] = str(folder / "cache")
-    rows = [{"id": str(i), "category": "ab"[i % 2], "prompt": "hello " * (1 + 3 * i)} for i in range(5)]
+    rows = [{"id": str(i), "category": "ab"[i % 2], "prompt": "hello " * (1 + 3 * i)} for i in range(8)]
     prompts = folder / "chats.jsonl"
     prompts.write_text("\n".join(map(json.dumps, rows)))
     yield tiny_gguf(folder / "tiny.gguf"), write_head(folder / "head"), prompts
@@ -56,7 +56,7 @@ def test_every_figure_follows_from_the_requests(measured):
     assert [(r["num_speculative_tokens"], r["temperature"]) for r in rows] == [(2, 0), (2, 1), (3, 0), (3, 1)]
     for row in rows:
         pairs = [tuple(map(int, pair.split("/"))) for pair in row["per_request"].split()]
-        assert len(pairs) == row["prompts"] == 5
+        assert len(pairs) == row["prompts"] == 8
         assert row["rounds"] == sum(rounds for _, rounds in pairs)
         length = 1 + sum(accepted for accepted, _ in pairs) / row["rounds"]
         assert row["acceptance_length"] == pytest.approx(length, abs=1e-4)
@@ -64,7 +64,8 @@ def test_every_figure_follows_from_the_requests(measured):
         low, high = row["acceptance_length_interval"]
         assert low <= row["acceptance_length"] <= high
     assert result["settings"]["partial"] is False
-    assert result["settings"]["datasets"]["chats"]["prompts"] == 5
+    assert result["settings"]["datasets"]["chats"]["prompts"] == 8
+    assert "ids" not in result["settings"]["datasets"]["chats"]
     assert len(result["settings"]["head_sha256"]) == 64
 
 
@@ -114,7 +115,7 @@ def test_an_interrupted_run_keeps_the_sets_that_were_finished(tiny, tmp_path, mo
     def finish(self, output):
         original(self, output)
         done.append(output)
-        if len(done) == 5 + 3 + 2:  # K = 2 at T = 0, without drafts, and two of five answers at T = 1
+        if len(done) == 8 + 3 + 2:  # K = 2 at T = 0, without drafts, and two of eight answers at T = 1
             raise KeyboardInterrupt
 
     monkeypatch.setattr(evaluation.AnswerMeter, "finish", finish)
@@ -157,7 +158,7 @@ def test_the_verdict(measured, tmp_path, change, paired, expected):
     card = read_card(tmp_path, card_of(measured, tmp_path / "card.json", change, paired))
     compared, notes = compare_with_card(rows, settings, card, "head")
     assert ([row.verdict for row in compared], notes) == ([expected] * 4, [])
-    assert verdict(compared).startswith(BELOW if expected == BELOW else AS_SAID)
+    assert verdict(compared, card).startswith(BELOW if expected == BELOW else AS_SAID)
 
 
 def test_many_figures_have_wider_intervals_than_one(measured, tmp_path):
@@ -186,16 +187,57 @@ def test_only_equal_conditions_are_compared(measured, tmp_path):
     compared, notes = compare_with_card(rows, settings, longer, "head")
     assert compared == []
     assert "up to 99 tokens" in notes[0]
-    datasets = {"chats": {"sha256": "other", "prompts": 5}}
+    datasets = {"chats": {"sha256": "other", "prompts": 8}}
     other = read_card(tmp_path, card_of(measured, tmp_path / "b.json", datasets=datasets))
     compared, notes = compare_with_card(rows, settings, other, "head")
     assert (len(compared), len(notes)) == (0, 4)
     unknown, notes = compare_with_card([replace(rows[0], suite="new")], settings, longer | {"settings": settings}, "h")
     assert (unknown, notes) == ([], ["the card does not have new K = 2 T = 0"])
+    assert verdict([], longer).startswith("the card was NOT CHECKED")
+    assert "--sets chats --k 2,3 --temperature 0,1 --max-tokens 99 (or fewer" in verdict([], longer)
     assert read_card(tmp_path, None) is None
     write_result(tmp_path / "c.json", "c", {}, {"rows": [{"x": 1}]})
     with pytest.raises(PeagleError, match="no acceptance"):
         read_card(tmp_path, tmp_path / "c.json")
+
+
+def test_a_part_of_a_set_is_checked_against_the_same_part_alone(measured, tmp_path):
+    rows, settings = rows_of(measured)
+    part = settings | {"limit": 8, "datasets": {"chats": {"sha256": "p", "prompts": 8, "ids": ["0"]}}}
+    same = read_card(tmp_path, card_of(measured, tmp_path / "a.json", limit=8, datasets=part["datasets"]))
+    compared, notes = compare_with_card(rows, part, same, "head")
+    assert (len(compared), notes) == (4, [])
+    assert "--limit 8 (or" in verdict([], same)
+    unhashed = read_card(tmp_path, card_of(measured, tmp_path / "b.json", datasets={}))
+    assert len(compare_with_card(rows, settings, unhashed, "head")[0]) == 4
+    assert compare_with_card(rows, part, unhashed, "head")[0] == []
+    few = [replace(row, prompts=5) for row in rows]
+    card = {"settings": unhashed["settings"], "results": {"rows": [vars_of(row) for row in few]}}
+    compared, notes = compare_with_card(few, settings, card, "head")
+    assert (compared, len(notes)) == ([], 4)
+    assert "5 prompts are too few" in notes[0]
+
+
+def vars_of(row):
+    return {name: getattr(row, name) for name in row.__dataclass_fields__}
+
+
+def test_few_prompts_have_no_interval_and_their_card_is_not_checked(tiny, measured, tmp_path, capsys):
+    model, head, prompts = tiny
+    config = replace(CONFIG, sets=(str(prompts),), lossless_prompts=0, limit=3, k=(2,), temperatures=(0.0,))
+    out = tmp_path / "a.json"
+    card = card_of(measured, tmp_path / "card.json")
+    assert run_eval(str(head), str(model), config, Console(stderr=True), out=out, card=card) == 0
+    result = read_result(out)
+    (row,) = result["results"]["rows"]
+    assert row["prompts"] == 3
+    assert row["acceptance_length_interval"] is None
+    assert result["settings"]["datasets"]["chats"]["ids"] == ["0", "2", "5"]
+    shown = capsys.readouterr()
+    assert "[–]" in shown.out
+    assert "NOT CHECKED" in shown.err
+    assert "without --limit" in shown.err
+    assert "as the card says" not in shown.err
 
 
 # Bad input

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from peagle.drafters import storage
 from peagle.drafters.checkpoint import check_compatible, export_head, load_drafter, resolve_head, save_drafter
@@ -332,12 +333,19 @@ def test_resolving_a_head(tmp_path):
         resolve_head(tmp_path / "nowhere")
 
 
-def test_unknown_hub_id(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError("no\nnetwork"), r"org/head.*\(no network\)"),
+        (LocalEntryNotFoundError("many words"), r"the Hub cannot be reached: check the path, or go online once$"),
+    ],
+)
+def test_unknown_hub_id(monkeypatch, error, says):
     def refuse(*args, **settings):
-        raise OSError("no\nnetwork")
+        raise error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(PeagleError, match=r"org/head.*\(no network\)"):
+    with pytest.raises(PeagleError, match=says):
         resolve_head("org/head")
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import errors as hub_errors
 
 from peagle.errors import PeagleError
 from peagle.models import hub
-from peagle.models.hub import cache_directory, resolve_model
+from peagle.models.hub import cache_directory, is_local_path, resolve_model
 from tests.models.tiny import tiny_gguf
 
 
@@ -50,6 +50,15 @@ def test_unknown_forms_name_the_value_and_the_accepted_ones(model: str) -> None:
     with pytest.raises(PeagleError, match=r"expected a local model directory, a \.gguf file, a Hub id") as caught:
         resolve_model(model)
     assert repr(model) in str(caught.value)
+
+
+def test_what_is_a_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "heads").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for text in ("./a", "../a/b", "~/a", "/a", "a/b/c", "heads/nosuch"):
+        assert is_local_path(text)
+    for text in ("org/name", "name"):
+        assert not is_local_path(text)
 
 
 def test_directory_without_config(tmp_path: Path) -> None:
