@@ -127,8 +127,8 @@ def _judge(found: Comparison, percent: float, console: Console) -> int:
     unjudged = sum(change.unjudged(percent) for change in found.changes)
     if unjudged:
         lines.append(
-            f"not judged: {unjudged} of the figures changed by more than {percent:g} %, for better or worse, and noise cannot "
-            "be told; they do not fail the command"
+            f"not judged: {unjudged} of the figures changed by more than {percent:g} %, for better or worse, and noise "
+            "cannot be told; they do not fail the command"
         )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

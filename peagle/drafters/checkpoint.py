@@ -154,8 +154,8 @@ def check_compatible(config: DrafterConfig, spec: ModelSpec, *, where: str = "th
         )
 
 
-def resolve_head(path_or_hub_id: Path | str) -> Path:
-    """A local head directory, or the snapshot of a Hub id such as `org/name`. Raises PeagleError."""
+def local_head(path_or_hub_id: Path | str) -> Path | None:
+    """A local head directory; None for what may be a Hub id, which is not asked. Raises PeagleError for neither."""
     path = expand_home(path_or_hub_id, f"head {path_or_hub_id}")
     if path.is_dir():
         return path
@@ -164,6 +164,15 @@ def resolve_head(path_or_hub_id: Path | str) -> Path:
         raise PeagleError(f"head {name} is a file: expected the directory that holds config.json and model.safetensors")
     if is_local_path(name) or not HUB_ID.fullmatch(name):
         raise PeagleError(f"head {name} does not exist: expected a directory or a Hub id like org/name; check the path")
+    return None
+
+
+def resolve_head(path_or_hub_id: Path | str) -> Path:
+    """A local head directory, or the snapshot of a Hub id such as `org/name`. Raises PeagleError."""
+    path = local_head(path_or_hub_id)
+    if path is not None:
+        return path
+    name = str(path_or_hub_id)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

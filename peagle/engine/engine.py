@@ -11,7 +11,7 @@ import numpy as np
 
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from peagle.devices import resolve_device, resolve_dtype
-from peagle.drafters.checkpoint import load_drafter, resolve_head
+from peagle.drafters.checkpoint import load_drafter, local_head
 from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.build import build_core, check_max_model_len, resolve_kernels
@@ -84,7 +84,7 @@ class LLM:
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         if speculative_config is not None:
-            resolve_head(speculative_config.model)
+            local_head(speculative_config.model)
         target = load_target(
             model,
             dtype=precision,
