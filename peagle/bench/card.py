@@ -12,7 +12,7 @@ from peagle.bench.statistics import (
     LEVEL,
     Interval,
     acceptance_length_interval,
-    paired_ratio_difference,
+    ratio_difference,
 )
 from peagle.errors import PeagleError
 
@@ -81,7 +81,7 @@ def _compare(row: GroupRow, other: Json, level: float) -> CardRow:
     paired = other.get("per_request") is not None
     if paired:
         there = unpack_requests(other["per_request"])
-        difference = paired_ratio_difference(there, here, level=level, draws=_DRAWS)
+        difference = ratio_difference(there, here, paired=True, level=level, draws=_DRAWS)
     else:
         difference = acceptance_length_interval(*here, level=level, draws=_DRAWS).shifted(-card)
     return CardRow(

@@ -10,7 +10,6 @@ from peagle.bench.statistics import (
     Interval,
     interval_difference,
     mean_difference,
-    paired_ratio_difference,
     ratio_difference,
     repeats_difference,
 )
@@ -74,7 +73,7 @@ class Figure:
         if self.pairs is not None and other.pairs is not None:
             same = self.prompts is not None and self.prompts == other.prompts
             if same and len(self.pairs[0]) == len(other.pairs[0]):
-                return paired_ratio_difference(self.pairs, other.pairs)
+                return ratio_difference(self.pairs, other.pairs, paired=True)
             return ratio_difference(self.pairs, other.pairs)
         if min(len(self.repeats), len(other.repeats)) >= _FEW:
             return repeats_difference(self.repeats, other.repeats)

@@ -110,30 +110,21 @@ def ratio_difference(
     first: tuple[ArrayLike, ArrayLike],
     second: tuple[ArrayLike, ArrayLike],
     *,
+    paired: bool = False,
     level: float = LEVEL,
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """Ratio of sums of `second` less that of `first`, each (numerators, denominators) by request."""
-    a, b = _pairs(*first), _pairs(*second)
-    value = _ratio(b[0].sum(), b[1].sum()) - _ratio(a[0].sum(), a[1].sum())
-    return _interval(value, _draw(*b, draws, seed + 1) - _draw(*a, draws, seed), level)
+    """Ratio of sums of `second` less that of `first`, each (numerators, denominators) by request.
 
-
-def paired_ratio_difference(
-    first: tuple[ArrayLike, ArrayLike],
-    second: tuple[ArrayLike, ArrayLike],
-    *,
-    level: float = LEVEL,
-    draws: int = DRAWS,
-    seed: int = 0,
-) -> Interval:
-    """`ratio_difference` over the same requests in the same order: what they have in common does not blur it."""
+    `paired`: the same requests in the same order, drawn together, so that what they have in common does not blur it.
+    """
     a, b = _pairs(*first), _pairs(*second)
-    if len(a[0]) != len(b[0]):
+    if paired and len(a[0]) != len(b[0]):
         raise PeagleError(f"{len(a[0])} requests cannot be paired with {len(b[0])}")
     value = _ratio(b[0].sum(), b[1].sum()) - _ratio(a[0].sum(), a[1].sum())
-    return _interval(value, _draw(*b, draws, seed) - _draw(*a, draws, seed), level)  # one seed: the same requests
+    drawn = _draw(*b, draws, seed if paired else seed + 1) - _draw(*a, draws, seed)
+    return _interval(value, drawn, level)
 
 
 def interval_difference(first: Interval, second: Interval) -> Interval:

@@ -12,7 +12,6 @@ from peagle.bench.statistics import (
     acceptance_length_interval,
     interval_difference,
     mean_difference,
-    paired_ratio_difference,
     ratio_difference,
     ratio_interval,
     ratio_intervals,
@@ -95,9 +94,9 @@ def test_pairs_of_ratios_see_what_two_samples_cannot():
     rounds = rng.integers(20, 60, 40)
     accepted = rng.binomial(rounds * 4, rng.beta(2, 2, 40))
     worse = accepted - rng.binomial(accepted, 0.05)
-    assert not paired_ratio_difference((accepted, rounds), (worse, rounds)).includes_zero
+    assert not ratio_difference((accepted, rounds), (worse, rounds), paired=True).includes_zero
     assert ratio_difference((accepted, rounds), (worse, rounds)).includes_zero
-    assert paired_ratio_difference((accepted, rounds), (accepted, rounds)) == Interval(0.0, 0.0, 0.0)
+    assert ratio_difference((accepted, rounds), (accepted, rounds), paired=True) == Interval(0.0, 0.0, 0.0)
 
 
 def test_columns_are_those_of_the_single_figure():
@@ -137,7 +136,7 @@ def test_a_ratio_lies_between_the_extremes(pairs):
         lambda: share_interval(2, 1),
         lambda: share_interval(0, 0),
         lambda: ratio_intervals([[1, 2]], [[1]]),
-        lambda: paired_ratio_difference(([1], [1]), ([1, 1], [1, 1])),
+        lambda: ratio_difference(([1], [1]), ([1, 1], [1, 1]), paired=True),
         lambda: mean_interval([1.0], draws=0),
     ],
 )
