@@ -5,19 +5,20 @@ import sys
 from pathlib import Path
 
 from peagle.bench.datasets import read_prompts
+from peagle.bench.prompt_sets import SHIPPED_SETS, find_set
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = ROOT / "heads" / "smollm2-135m-instruct-p-eagle"
 RESULTS = ROOT / "benchmarks" / "results"
 MODEL = "smollm2-135m"
-SUITES = ("mt_bench", "humaneval", "gsm8k", "mbpp")
+SUITES = SHIPPED_SETS
 
 Conversation = list[dict[str, str]]
 
 
 def first_turns(suite: str, limit: int | None = None) -> list[Conversation]:
     """The first user turn of every row of a suite, or of the prompts file of that path, as a conversation."""
-    rows = read_prompts(ROOT / "benchmarks" / "data" / f"{suite}.jsonl" if suite in SUITES else suite)
+    rows = read_prompts(find_set(suite))
     return [list(row.messages) for row in rows[:limit]]
 
 

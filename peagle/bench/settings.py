@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from peagle.bench.prompt_sets import SHIPPED_SETS
 from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import PeagleError
@@ -19,7 +20,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
         "sglang": "/v1/completions",
     }
 )
-NAMED_SETS = ("mt-bench", "humaneval", "gsm8k", "mbpp")  # what the project ships
+NAMED_SETS = tuple(name.replace("_", "-") for name in SHIPPED_SETS)  # as vLLM spells names
 DATASETS = ("hf", "custom", *NAMED_SETS, "spec-bench", "speed-bench", "sharegpt", "random")
 # Data set -> the setting of its answers' length, beside output_len, which is for every one.
 OWN_OUTPUT_LEN: Mapping[str, str] = MappingProxyType(
