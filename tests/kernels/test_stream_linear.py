@@ -95,6 +95,16 @@ def test_which_layers_stream():
     assert not prefers_stream(rows(8, torch.float32), wide, cut=True)  # exact products are cuBLAS's
 
 
+def test_long_layers_are_cut_only_where_a_norm_adds_the_cuts(monkeypatch):
+    for name in ("stream_linear", "linear_parts"):
+        monkeypatch.setattr(layers, name, lambda *_, name=name, backend: name)
+    x = torch.empty(4, 8192, dtype=torch.bfloat16)
+    long, short = (torch.nn.Linear(n, 64, bias=False, device="meta", dtype=torch.bfloat16) for n in (8192, 512))
+    assert layers.project_parts(long, x, "triton") == "linear_parts"
+    assert layers.project(short, x[:, :512], "triton") == "stream_linear"
+    assert layers.project(long, x.to("meta"), "triton").shape == (4, 64)  # cuBLAS's
+
+
 @pytest.mark.parametrize("inputs,outputs", [(4096, 4096), (12288, 4096), (4096, 24576), (1536, 2048), (2880, 201_088)])
 def test_the_order_of_sums_does_not_follow_from_the_rows(inputs: int, outputs: int):
     tiles = [kernels._tile(rows, inputs, outputs, True) for rows in range(1, 100)]
