@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO, cast
 
 from rich.console import Console
 
@@ -171,8 +172,7 @@ def _server(schedule: Schedule) -> Iterator[str]:
     command = [sys.executable, "-m", "benchmarks.fake_server", *flags, "--tokens-per-chunk", schedule.tokens_per_chunk]
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        assert process.stdout is not None  # noqa: S101
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        yield f"http://127.0.0.1:{int(cast(IO[str], process.stdout).readline())}"
     finally:
         process.terminate()
         process.wait()
