@@ -1,5 +1,6 @@
 """Entry point of the command `peagle` and of `python -m peagle`: Ctrl-C is one line from the first import on."""
 
+import signal
 import sys
 
 
@@ -12,6 +13,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("\npeagle: interrupted\n")
         sys.exit(130)  # as in peagle.exits, which may not be imported yet
+    finally:  # everything is done: one more Ctrl-C while the interpreter ends is no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
