@@ -17,6 +17,7 @@ BLOCK = 32  # inputs that share a scale
 GROUP = 4 * BLOCK  # inputs whose scales are one word
 WORDS = GROUP // 8  # of a group of one output
 MOST_SCALE = 128  # as stored in a checkpoint: 2^1. A larger multiplier has no place in bfloat16
+PACKED_BYTES = 0.5 + 1 / BLOCK  # of a number, its share of the scale included
 _EXPONENT = 126  # of the multiplier above the scale's
 
 # Of each block of a group: where its magnitudes and signs begin, in either half of a word.
@@ -47,8 +48,8 @@ def num_groups(inputs: int) -> int:
 
 
 def pack(blocks_OBI: Tensor, scales_OB: Tensor) -> tuple[Tensor, Tensor]:
-    """One expert's words [G, O, 16] and scales [G, O] from a checkpoint's blocks uint8 [O, B, 16], each byte the earlier
-    of two numbers in its low half, and scales uint8 [O, B] up to MOST_SCALE."""
+    """One expert's words [G, O, 16] and scales [G, O] from a checkpoint's blocks uint8 [O, B, 16], the earlier of two
+    numbers in a byte's low half, and scales uint8 [O, B] up to MOST_SCALE."""
     missing = num_groups(BLOCK * scales_OB.shape[1]) * 4 - scales_OB.shape[1]
     bytes_OGJI = F.pad(blocks_OBI, (0, 0, 0, missing)).unflatten(1, (-1, 4)).int()
     code = torch.arange(256, dtype=torch.int32, device=blocks_OBI.device)

@@ -48,7 +48,9 @@ def case(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device
     return x, logits, *weights(*shape, others), top_k
 
 
-def check(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu", crowd: bool = False) -> None:
+def check(
+    rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu", crowd: bool = False
+) -> None:
     """As near to float64 as torch with the same matrices."""
     x, logits, packed, matrices, top_k = case(rows, sizes, dtype, device)
     if crowd:
@@ -209,4 +211,6 @@ def test_a_graph_replays_with_other_routing():
 def test_drawing_on_gpu():
     words, scales = (torch.empty(8, 23, 2880, *rest, dtype=torch.int32, device="cuda") for rest in ((16,), ()))
     draw(words, scales, 2880**-0.5, torch.Generator("cuda").manual_seed(0))
-    assert unpack(PackedMatrix(words, scales, 2880), 3, torch.float32).std().item() == pytest.approx(2880**-0.5, rel=0.01)
+    assert unpack(PackedMatrix(words, scales, 2880), 3, torch.float32).std().item() == pytest.approx(
+        2880**-0.5, rel=0.01
+    )
