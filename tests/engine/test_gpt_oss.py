@@ -30,7 +30,8 @@ YARN = YarnScaling(
 def spec(*, packed: bool = False) -> ModelSpec:
     return tiny_spec(
         family="gpt_oss", num_layers=4, intermediate_size=64, head_dim=16, qkv_bias=True, o_bias=True,
-        tie_word_embeddings=False, rope=RopeSpec(theta=1e4, head_dim=16, scaling=YARN), windows=(9, None, 9, None), sinks=True,
+        tie_word_embeddings=False, rope=RopeSpec(theta=1e4, head_dim=16, scaling=YARN), windows=(9, None, 9, None),
+        sinks=True,
         moe=MoESpec(num_experts=6, experts_per_token=2, gate_alpha=1.702, gate_limit=1.0, packed=packed),
     )  # fmt: skip
 
