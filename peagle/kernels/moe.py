@@ -43,7 +43,8 @@ def moe(
     p is the softmax over these, gate is cut off above `limit` and up beyond it on both sides. Of equal logits the
     expert with the lower number is preferred. `backend` "auto" is Triton on CUDA where no gradient is recorded: the
     Triton form has none. A row comes out the same whoever shares the call on the CPU; on a GPU as long as the mean
-    expert has as many rows that tiles are equally high, else up to the rounding of the sums.
+    expert has as many rows that tiles are equally high, else up to the rounding of the sums. Packed matrices give the
+    products of unpacked ones; on a GPU they are added up in another order.
     """
     if use_triton_for_inference(backend, x_RH.device):
         # Imported late: triton is not installed everywhere.
