@@ -96,6 +96,7 @@ def test_steps_can_be_given_where_nothing_marks_them():
         ("_qkv_linear_tile", "matmul"),
         ("_stream_tile", "matmul"),
         ("_expert_tile", "experts"),
+        ("_packed_tile", "experts"),
         ("_apply_masks", "sampling"),
         ("void flash_fwd_splitkv_kernel", "attention"),
         ("_decode_tile", "attention"),
