@@ -9,8 +9,9 @@ inputs do, as in a step. Hardware: one GPU; about two minutes on an H200.
 Linear layers with their norm, gate or sum, and the rotation that writes keys and values, run for --linear-rows rows:
 as one launch ("triton"), and as cuBLAS and one Triton kernel for each other operation ("torch").
 
-A mixture of experts runs for --expert-rows rows with routing by chance, router not included; its floor is that of the
-experts that any row chose. On a GPU it has no form in torch: that waits for the host.
+A mixture of experts runs for --expert-rows rows with routing by chance, router not included, with matrices and with
+MXFP4 unpacked in the kernel; its floor is that of the experts that any row chose. On a GPU it has no form in torch:
+that waits for the host.
 
     python -m benchmarks.model_kernels --out benchmarks/results/model-kernels-h200.json
     python -m benchmarks.model_kernels --device cpu --out FILE      # does the script run: torch forms, tiny sizes
@@ -20,6 +21,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,7 @@ from peagle.errors import PeagleError
 from peagle.kernels.fused_linear import linear_add, norm_linear
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.moe import ExpertWeights, moe
+from peagle.kernels.packed_experts import PACKED_BYTES, PackedMatrix
 from peagle.kernels.paged_attention import paged_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
@@ -41,6 +44,7 @@ from peagle.kernels.rope_write import rope_write
 from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, stream_linear
 from peagle.kernels.swiglu import silu_mul
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies
+from peagle.models.moe import PackedExperts
 
 _BLOCK_SIZE = 16
 _CALLS = 50  # of one graph
@@ -247,28 +251,48 @@ def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
 
 
 def _expert_works(args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str) -> Iterator[Work]:
-    """A mixture of experts behind its router."""
+    """A mixture of experts behind its router, with matrices and with MXFP4. Calls take turns at eight routings: the
+    experts of one may stay in L2."""
     if shape.experts is None or (backend == "torch" and args.device != "cpu"):
         return
     total, (experts, top_k), dtype = requests * rows, shape.experts, getattr(torch, args.dtype)
+    hidden, features = shape.hidden, shape.intermediate
 
     def random(*sizes: int, scale: float = 1.0) -> Tensor:
         return torch.empty(sizes, device=args.device, dtype=dtype).normal_(std=scale)
 
-    hidden, features = shape.hidden, shape.intermediate
-    weights = ExpertWeights(
-        random(experts, hidden, 2 * features, scale=hidden**-0.5), random(experts, 2 * features),
-        random(experts, features, hidden, scale=features**-0.5), random(experts, hidden),
-    )  # fmt: skip
-    x, logits = random(total, hidden), random(total, experts)
-    touched = len(logits.topk(top_k).indices.unique())
-    moved = (touched * 3 * hidden * features + 2 * total * hidden) * dtype.itemsize
-    yield Work(
-        f"moe {experts}x{top_k}, {touched} touched",
-        lambda _: moe(x, logits, weights, top_k=top_k, alpha=1.702, limit=7.0, backend=backend),
-        1,
-        moved,
-    )
+    def packed(inputs: int, outputs: int) -> PackedMatrix:
+        part = PackedExperts(experts, inputs, outputs).to(args.device)
+        part.draw(inputs**-0.5, torch.Generator(args.device))
+        return part.matrix
+
+    biases = random(experts, 2 * features), random(experts, hidden)
+    copies = 1 if args.device == "cpu" else 8
+    x, logits = random(total, hidden), random(copies, total, experts)
+    touched = sum(len(one.topk(top_k).indices.unique()) for one in logits) / copies
+    up = random(experts, hidden, 2 * features, scale=hidden**-0.5)
+    down = random(experts, features, hidden, scale=features**-0.5)
+    for kind, size, weights in (
+        ("matrices", dtype.itemsize, ExpertWeights(up, biases[0], down, biases[1])),
+        (
+            "MXFP4",
+            PACKED_BYTES,
+            ExpertWeights(packed(hidden, 2 * features), biases[0], packed(features, hidden), biases[1]),
+        ),
+    ):
+        moved = touched * 3 * hidden * features * size + 2 * total * hidden * dtype.itemsize
+        yield Work(
+            f"moe {experts}x{top_k} {kind}, {touched:.1f} touched",
+            partial(_route, x, logits, weights, top_k, backend),
+            copies,
+            int(moved),
+        )
+
+
+def _route(
+    x: Tensor, logits: Tensor, weights: ExpertWeights, top_k: int, backend: str, copy: int
+) -> Tensor:  # fmt: skip
+    return moe(x, logits[copy], weights, top_k=top_k, alpha=1.702, limit=7.0, backend=backend)
 
 
 def _rotation(shape: Shape, qkv_RA: Tensor, fused: bool) -> Work:

@@ -68,6 +68,12 @@ SHAPES: Mapping[str, Json] = MappingProxyType(
         "gpt-oss-20b": {
             **_EVERY, **_GPT_OSS, "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
             "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+                ],
+            },
             "num_local_experts": 32, "sliding_window": 128, "max_position_embeddings": 131_072,
             "bos_token_id": 199_998, "eos_token_id": 200_002,
         },

@@ -174,7 +174,8 @@ class EngineConfig:
     KV cache, activations and graphs. `graphs` replays decode steps as CUDA graphs (off: vLLM's `enforce_eager`), and
     `async_scheduling` prepares a step while the one before it runs; both are for CUDA alone. `kernels` is the form of
     everything between the matmuls: "auto" is Triton on CUDA. `load_format` "dummy" draws the target's weights at
-    random, for benchmarks.
+    random, for benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which takes four times the
+    memory, instead of inside their kernel.
     """
 
     dtype: str = "auto"
@@ -190,6 +191,7 @@ class EngineConfig:
     async_scheduling: bool = True
     attention: str = "auto"
     load_format: str = "auto"
+    unpack_experts: bool = False
     kernels: str = "auto"
     seed: int = 0
 

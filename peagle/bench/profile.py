@@ -34,7 +34,7 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         ("slots", r"_collect_request|_commit_request"),
         ("KV cache write", r"_write_row|kv_write|reshape_and_cache"),
-        ("experts", r"_expert_tile|^_route$|^_combine$|fused_moe|moe_align"),
+        ("experts", r"_expert_tile|_packed_tile|^_route$|^_combine$|fused_moe|moe_align"),
         (
             "sampling",
             r"_best_of|_scan_part|_narrow$|_settle$|_penalise|_apply_masks|sample|argmax|argmin|topk|\bsort|radix|softmax|"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from peagle.drafters.eagle3 import DrafterConfig
+from peagle.kernels.packed_experts import PACKED_BYTES
 from peagle.models.spec import LayerSizes, ModelSpec
 
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # far more than caches hold
@@ -49,7 +50,10 @@ def step_cost(
     """The cost of one step of `requests` requests that each have `context` tokens; without drafter a plain one."""
     rows = requests * (num_drafts + 1 if drafter else 1)
     table = spec.vocab_size * spec.hidden_size
-    target = _layers(spec, touched_experts(spec, rows)) + table
+    size, attention = dtype.itemsize, _layers(spec, 0)
+    feed_forward = _layers(spec, touched_experts(spec, rows)) - attention
+    packed = spec.moe is not None and spec.moe.packed
+    target = size * (attention + table) + int((PACKED_BYTES if packed else size) * feed_forward)
     kv = sum(_visible(spec, context)) * _kv_per_token(spec) / spec.num_layers
     flops = 2.0 * rows * (_layers(spec, spec.moe.experts_per_token if spec.moe else 1) + table)
     weights = 0
@@ -61,8 +65,7 @@ def step_cost(
         kv += passes * _kv_per_token(drafter) * context
         kept = requests * acceptance_length  # rows of tokens that stand; K-1 mask rows or later passes come on top
         flops += 2.0 * (kept * fc + (kept + requests * (num_drafts - 1)) * layers + requests * num_drafts * head)
-    size = dtype.itemsize
-    return StepCost(target * size, weights * size, int(kv * requests) * size, flops)
+    return StepCost(target, weights * size, int(kv * requests) * size, flops)
 
 
 def touched_experts(spec: ModelSpec, rows: int) -> float:

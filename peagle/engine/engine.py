@@ -57,6 +57,7 @@ class LLM:
         async_scheduling: bool = True,
         attention: str = "auto",
         load_format: str = "auto",
+        unpack_experts: bool = False,
         kernels: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -74,6 +75,7 @@ class LLM:
             async_scheduling=async_scheduling,
             attention=attention,
             load_format=load_format,
+            unpack_experts=unpack_experts,
             kernels=kernels,
             seed=seed,
         )
@@ -90,6 +92,7 @@ class LLM:
             dtype=precision,
             device=on,
             load_format=config.load_format,
+            unpack_experts=config.unpack_experts or config.kernels == "torch",
             check=lambda spec: check_max_model_len(config.max_model_len, spec),
         )
         if speculative_config is None:

@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.backend import use_triton_for_inference
+from peagle.kernels.packed_experts import PackedMatrix, unpack
 
 # Fewest rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the call.
 _MIN_MATMUL_ROWS_CPU = 3
 
 
 class ExpertWeights(NamedTuple):
-    """Of E experts with F features; J = 2 F, columns of gate and up in turn."""
+    """Of E experts with F features; J = 2 F, columns of gate and up in turn. Matrices may be packed to four bits."""
 
-    gate_up_EHJ: Tensor
+    gate_up_EHJ: Tensor | PackedMatrix
     gate_up_bias_EJ: Tensor
-    down_EFH: Tensor
+    down_EFH: Tensor | PackedMatrix
     down_bias_EH: Tensor
 
 
@@ -42,7 +43,8 @@ def moe(
     p is the softmax over these, gate is cut off above `limit` and up beyond it on both sides. Of equal logits the
     expert with the lower number is preferred. `backend` "auto" is Triton on CUDA where no gradient is recorded: the
     Triton form has none. A row comes out the same whoever shares the call on the CPU; on a GPU as long as the mean
-    expert has as many rows that tiles are equally high, else up to the rounding of the sums.
+    expert has as many rows that tiles are equally high, else up to the rounding of the sums. Packed matrices give the
+    products of unpacked ones; on a GPU they are added up in another order.
     """
     if use_triton_for_inference(backend, x_RH.device):
         # Imported late: triton is not installed everywhere.
@@ -67,10 +69,14 @@ def moe_ref(
             continue
         padding = max(_MIN_MATMUL_ROWS_CPU - len(row_X), 0) if x_RH.device.type == "cpu" else 0
         x_XH = F.pad(x_RH[row_X], (0, 0, 0, padding))
-        gate_up_XJ = x_XH @ experts.gate_up_EHJ[expert] + experts.gate_up_bias_EJ[expert]
+        gate_up_XJ = x_XH @ _matrix(experts.gate_up_EHJ, expert, x_RH.dtype) + experts.gate_up_bias_EJ[expert]
         gate_XF, up_XF = gate_up_XJ.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
         gate_XF, up_XF = gate_XF.clamp(max=limit), up_XF.clamp(-limit, limit)
         gated_XF = ((up_XF + 1) * gate_XF * (alpha * gate_XF).sigmoid()).to(x_RH.dtype)
-        said_XH = gated_XF @ experts.down_EFH[expert] + experts.down_bias_EH[expert]
+        said_XH = gated_XF @ _matrix(experts.down_EFH, expert, x_RH.dtype) + experts.down_bias_EH[expert]
         out_RH.index_add_(0, row_X, share_RK[row_X, place_X, None] * said_XH[: len(row_X)].to(wide))
     return out_RH.to(x_RH.dtype)
+
+
+def _matrix(matrices_EIO: Tensor | PackedMatrix, expert: int, dtype: torch.dtype) -> Tensor:
+    return unpack(matrices_EIO, expert, dtype) if isinstance(matrices_EIO, PackedMatrix) else matrices_EIO[expert]

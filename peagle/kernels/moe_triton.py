@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.moe import ExpertWeights
+from peagle.kernels.packed_experts import GROUP, PackedMatrix
 
 _PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
 _ROUTED = 4096  # logits of one turn of the router
@@ -70,6 +71,50 @@ def _route(
     tl.store(counts_E + expert, count)
 
 
+@triton.jit
+def _find_tile(counts_E: tl.tensor, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
+    """The expert of this program's tile, EXPERTS for a program too many, with its list's places and their number."""
+    tile, e = tl.program_id(0), tl.arange(0, WIDTH)
+    count_E = tl.load(counts_E + e, mask=e < EXPERTS, other=0)
+    end_E = tl.cumsum((count_E + ROWS - 1) // ROWS, axis=0)
+    expert = tl.sum((end_E <= tile).to(tl.int32), axis=0)
+    before = tl.max(tl.where(e < expert, end_E, 0), axis=0)
+    count = tl.sum(tl.where(e == expert, count_E, 0), axis=0)
+    return expert, (tile - before) * ROWS + tl.arange(0, ROWS), count
+
+
+@triton.jit
+def _store_tile(
+    out_PO: tl.tensor,
+    acc_RO: tl.tensor,
+    bias_O: tl.tensor,
+    pair_R: tl.tensor,
+    live_R: tl.tensor,
+    alpha: tl.float32,
+    limit: tl.float32,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+) -> None:
+    """Add the bias, apply the gate if there is one, and write the rows of pairs."""
+    column_O = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_O = (column_O < OUT) | (OUT % COLUMNS == 0)
+    acc_RO += tl.load(bias_O + column_O, mask=inside_O, other=0.0).to(tl.float32)[None]
+    wide_pair_R1 = pair_R.to(tl.int64)[:, None]
+    if GATED:
+        gate_RF, up_RF = tl.split(tl.reshape(acc_RO, (ROWS, COLUMNS // 2, 2)))
+        gate_RF = tl.minimum(gate_RF, limit)
+        up_RF = tl.minimum(tl.maximum(up_RF, -limit), limit)
+        gated_RF = (up_RF + 1.0) * gate_RF / (1.0 + tl.exp(-alpha * gate_RF))
+        f = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        at_RF = wide_pair_R1 * (OUT // 2) + f[None]
+        tl.store(out_PO + at_RF, gated_RF.to(out_PO.dtype.element_ty), mask=live_R[:, None] & (f < OUT // 2)[None])
+    else:
+        at_RO = wide_pair_R1 * OUT + column_O[None]
+        tl.store(out_PO + at_RO, acc_RO.to(out_PO.dtype.element_ty), mask=live_R[:, None] & inside_O[None])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _expert_tile(
     out_PO: tl.tensor,
@@ -94,15 +139,9 @@ def _expert_tile(
     GATED: tl.constexpr,
 ) -> None:
     WHOLE: tl.constexpr = IN % STEP == 0
-    tile, e = tl.program_id(0), tl.arange(0, WIDTH)
-    count_E = tl.load(counts_E + e, mask=e < EXPERTS, other=0)
-    end_E = tl.cumsum((count_E + ROWS - 1) // ROWS, axis=0)
-    expert = tl.sum((end_E <= tile).to(tl.int32), axis=0)
+    expert, place_R, count = _find_tile(counts_E, EXPERTS, WIDTH, ROWS)
     if expert >= EXPERTS:
         return
-    before = tl.max(tl.where(e < expert, end_E, 0), axis=0)
-    count = tl.sum(tl.where(e == expert, count_E, 0), axis=0)
-    place_R = (tile - before) * ROWS + tl.arange(0, ROWS)
     live_R = place_R < count
     wide_expert = expert.to(tl.int64)
     # Places past the list read pair 0, which spares the loads of x a mask.
@@ -120,19 +159,88 @@ def _expert_tile(
         else:
             weight_KO = tl.load(weight + start * OUT, mask=inside_K[:, None] & inside_O[None], other=0.0)
         acc_RO = tl.dot(x_RK, weight_KO, acc_RO, input_precision="ieee")
-    acc_RO += tl.load(bias_EO + wide_expert * OUT + column_O, mask=inside_O, other=0.0).to(tl.float32)[None]
-    wide_pair_R1 = pair_R.to(tl.int64)[:, None]
-    if GATED:
-        gate_RF, up_RF = tl.split(tl.reshape(acc_RO, (ROWS, COLUMNS // 2, 2)))
-        gate_RF = tl.minimum(gate_RF, limit)
-        up_RF = tl.minimum(tl.maximum(up_RF, -limit), limit)
-        gated_RF = (up_RF + 1.0) * gate_RF / (1.0 + tl.exp(-alpha * gate_RF))
-        f = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-        at_RF = wide_pair_R1 * (OUT // 2) + f[None]
-        tl.store(out_PO + at_RF, gated_RF.to(out_PO.dtype.element_ty), mask=live_R[:, None] & (f < OUT // 2)[None])
+    bias_O = bias_EO + wide_expert * OUT
+    _store_tile(out_PO, acc_RO, bias_O, pair_R, live_R, alpha, limit, OUT, ROWS, COLUMNS, GATED)
+
+
+@triton.jit
+def _halves(pair_OW: tl.tensor) -> tl.tensor:
+    """The bfloat16 numbers in both halves of 32-bit words, in turn: [O, 2 W]. Costs nothing: a tensor core's operand
+    has them in such pairs."""
+    low_OW = (pair_OW & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high_OW = (pair_OW >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(tl.join(low_OW, high_OW), (pair_OW.shape[0], 2 * pair_OW.shape[1]))
+
+
+@triton.jit
+def _block(word_OW: tl.tensor, scale_O: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """Block J of a packed group, [O, 32] in bfloat16; see `packed_experts.py`. SIGNS and MAGNITUDES are the bits where
+    a word of two bfloat16 numbers has them."""
+    SIGNS: tl.constexpr = -0x7FFF8000  # 0x80008000 in 32 bits
+    MAGNITUDES: tl.constexpr = 0x01C001C0
+    if J == 0:
+        pair_OW = word_OW & (SIGNS | MAGNITUDES)
+    elif J == 1:
+        pair_OW = (word_OW << 3) & (SIGNS | MAGNITUDES)
+    elif J == 2:
+        pair_OW = ((word_OW << 2) & SIGNS) | ((word_OW << 6) & MAGNITUDES)
     else:
-        at_RO = wide_pair_R1 * OUT + column_O[None]
-        tl.store(out_PO + at_RO, acc_RO.to(out_PO.dtype.element_ty), mask=live_R[:, None] & inside_O[None])
+        pair_OW = ((word_OW << 1) & SIGNS) | ((word_OW >> 3) & MAGNITUDES)
+    multiplier_O = ((scale_O >> (8 * J)) & 0xFF) * 0x00800080  # the exponent in both halves
+    return _halves(pair_OW) * _halves(tl.broadcast_to(multiplier_O[:, None], pair_OW.shape))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _packed_tile(
+    out_PO: tl.tensor,
+    x_XI: tl.tensor,
+    words_EGOW: tl.tensor,
+    scales_EGO: tl.tensor,
+    bias_EO: tl.tensor,
+    pairs_ER: tl.tensor,
+    counts_E: tl.tensor,
+    rows: tl.int32,
+    x_row_stride: tl.int64,
+    alpha: tl.float32,
+    limit: tl.float32,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+) -> None:
+    """`_expert_tile` with packed weights, made as W x^T: weights go from where they are unpacked, registers, straight
+    into the tensor cores, which take only their left operand from there."""
+    BLOCK: tl.constexpr = 32
+    WORDS: tl.constexpr = 16
+    GROUPS: tl.constexpr = (IN + 4 * BLOCK - 1) // (4 * BLOCK)
+    expert, place_R, count = _find_tile(counts_E, EXPERTS, WIDTH, ROWS)
+    if expert >= EXPERTS:
+        return
+    live_R = place_R < count
+    wide_expert = expert.to(tl.int64)
+    pair_R = tl.load(pairs_ER + wide_expert * rows + place_R, mask=live_R, other=0)
+    # Columns past the end are read as the last one, which spares the loads of weights a mask.
+    column_O = tl.minimum(tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), OUT - 1)
+    words = words_EGOW + wide_expert * (GROUPS * OUT * WORDS) + column_O[:, None] * WORDS + tl.arange(0, WORDS)[None]
+    scales = scales_EGO + wide_expert * (GROUPS * OUT) + column_O
+    x = x_XI + (pair_R // PAIRS_A_ROW).to(tl.int64)[:, None] * x_row_stride + tl.arange(0, BLOCK)[None]
+    acc_OR = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for group in tl.range(0, GROUPS, num_stages=STAGES):
+        word_OW = tl.load(words + group * (OUT * WORDS))
+        scale_O = tl.load(scales + group * OUT)
+        for j in tl.static_range(4):
+            start = (4 * group + j) * BLOCK
+            # Few weights a row: rows that no one asked for would be as much to read.
+            x_RK = tl.load(x + start, mask=live_R[:, None] & (start < IN), other=0.0)
+            weight_OK = _block(word_OW, scale_O, j).to(x_RK.dtype)
+            acc_OR = tl.dot(weight_OK, tl.trans(x_RK), acc_OR, input_precision="ieee")
+    bias_O = bias_EO + wide_expert * OUT
+    _store_tile(out_PO, tl.trans(acc_OR), bias_O, pair_R, live_R, alpha, limit, OUT, ROWS, COLUMNS, GATED)
 
 
 @triton.jit
@@ -176,7 +284,7 @@ def moe_triton(
 
 def _grouped(
     x_XI: Tensor,
-    weight_EIO: Tensor,
+    weight_EIO: Tensor | PackedMatrix,
     bias_EO: Tensor,
     pairs_ER: Tensor,
     counts_E: Tensor,
@@ -187,31 +295,21 @@ def _grouped(
     num_experts, inputs, outputs = weight_EIO.shape
     rows = pairs_ER.shape[1]
     pairs = rows * top_k
-    tile = _tile(pairs, num_experts, outputs, x_XI.dtype)
+    packed = isinstance(weight_EIO, PackedMatrix)
+    tile = (_packed_tile_size if packed else _tile)(pairs, num_experts, outputs, x_XI.dtype)
     out_PO = torch.empty((pairs, outputs // 2 if gate else outputs), dtype=x_XI.dtype, device=x_XI.device)
     most_tiles = min(pairs, pairs // tile.rows + min(pairs, num_experts))
-    _expert_tile[(most_tiles, triton.cdiv(outputs, tile.columns))](
-        out_PO,
-        x_XI,
-        weight_EIO,
-        bias_EO,
-        pairs_ER,
-        counts_E,
-        rows,
-        x_XI.stride(0),
-        *(gate or (0.0, 0.0)),
-        IN=inputs,
-        OUT=outputs,
-        EXPERTS=num_experts,
-        WIDTH=triton.next_power_of_2(num_experts),
-        PAIRS_A_ROW=top_k if gate else 1,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        STEP=tile.step,
-        STAGES=tile.stages,
-        GATED=gate is not None,
-        num_warps=tile.warps,
-    )
+    sizes: dict[str, int | bool] = {
+        "IN": inputs, "OUT": outputs, "EXPERTS": num_experts, "WIDTH": triton.next_power_of_2(num_experts),
+        "PAIRS_A_ROW": top_k if gate else 1, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages,
+        "GATED": gate is not None, "num_warps": tile.warps,
+    }  # fmt: skip
+    grid = (most_tiles, triton.cdiv(outputs, tile.columns))
+    rest = (bias_EO, pairs_ER, counts_E, rows, x_XI.stride(0), *(gate or (0.0, 0.0)))
+    if isinstance(weight_EIO, PackedMatrix):
+        _packed_tile[grid](out_PO, x_XI, weight_EIO.words_EGOW, weight_EIO.scales_EGO, *rest, **sizes)
+    else:
+        _expert_tile[grid](out_PO, x_XI, weight_EIO, *rest, STEP=tile.step, **sizes)
     return out_PO
 
 
@@ -228,3 +326,12 @@ def _tile(pairs: int, experts: int, columns: int, dtype: torch.dtype) -> _Tile:
     # Of the few experts that few rows touch, narrower runs of columns make enough programs to keep memory busy.
     touched = min(pairs, experts)
     return _Tile(height, 128, 64, 4, 5) if touched * columns >= 128 * _PROGRAMS else _Tile(height, 64, 64, 4, 6)
+
+
+def _packed_tile_size(pairs: int, experts: int, columns: int, dtype: torch.dtype) -> _Tile:
+    """`_tile` for packed weights. Unpacking fills the turn of a program: two of them fit on a multiprocessor at least,
+    so that one multiplies while the other unpacks."""
+    if dtype.itemsize == 4:
+        return _Tile(16, 32, GROUP, 4, 2)
+    rows, wide, _step, warps, _stages = _tile(pairs, experts, columns, dtype)
+    return _Tile(rows, wide, GROUP, warps, 2 if rows == 128 else 3 if rows == 64 else 4 if wide == 128 else 5)

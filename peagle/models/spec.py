@@ -50,12 +50,13 @@ class LayerSizes(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoESpec:
     """A mixture of experts. Of gate and up, gate is cut off above `gate_limit` and up on both sides; then
-    (up + 1) * gate * sigmoid(`gate_alpha` * gate)."""
+    (up + 1) * gate * sigmoid(`gate_alpha` * gate). `packed`: the experts' matrices are MXFP4, and stay so in memory."""
 
     num_experts: int
     experts_per_token: int
     gate_alpha: float
     gate_limit: float
+    packed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +181,14 @@ def _moe(config: Mapping[str, Any]) -> MoESpec:
         experts_per_token=chosen,
         gate_alpha=_number(config, "swiglu_alpha", default=1.702),
         gate_limit=_number(config, "swiglu_limit", default=7.0),
+        packed=_quantization(config) == "mxfp4",
     )
+
+
+def _quantization(config: Mapping[str, Any]) -> object:
+    """The method with which the weights are stored; falsy for plain ones."""
+    settings = config.get("quantization_config")
+    return settings.get("quant_method") if isinstance(settings, Mapping) else settings
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -194,8 +202,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         )
     if family == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
         raise PeagleError("config.json has no rope_scaling: gpt-oss targets need their YaRN rule; check the file")
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    method = _quantization(config)
     if method and not (family == "gpt_oss" and method == "mxfp4"):
         raise UnsupportedTarget(
             f"quantization_config with method {method!r} is not supported: expected float weights "

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from peagle.errors import PeagleError
+from peagle.kernels.backend import can_run_triton
 from peagle.models.decoder import TargetModel
 from peagle.models.hub import resolve_model
 from peagle.models.spec import ModelSpec, spec_from_hf
@@ -41,12 +42,14 @@ def load_target(
     device: torch.device,
     progress: bool = True,
     load_format: str = "auto",
+    unpack_experts: bool = False,
     check: Callable[[ModelSpec], object] | None = None,
 ) -> Target:
     """Resolve MODEL and load it frozen, in eval mode. `progress` allows a note on stderr about a conversion.
 
     `load_format` "dummy" draws random weights, for benchmarks: MODEL then needs no more than its config.json, and
-    without a tokenizer.json gets a placeholder tokenizer. `check` is called before the weights are read, and may raise.
+    without a tokenizer.json gets a placeholder tokenizer. Experts in MXFP4 stay packed where a kernel unpacks them, on
+    CUDA, unless `unpack_experts`. `check` is called before the weights are read, and may raise.
     Raises PeagleError for an unknown, unsupported or damaged model.
     """
     dummy = load_format == "dummy"
@@ -54,6 +57,8 @@ def load_target(
     spec = read_spec(path)
     if check is not None:
         check(spec)
+    if spec.moe is not None and (unpack_experts or device.type != "cuda" or not can_run_triton(device)):
+        spec = replace(spec, moe=replace(spec.moe, packed=False))
     if dummy:
         has_tokenizer = (path / "tokenizer.json").is_file()
         tokenizer = load_tokenizer(path) if has_tokenizer else placeholder_tokenizer(spec.vocab_size)

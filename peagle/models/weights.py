@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from peagle.errors import PeagleError, one_line
+from peagle.kernels.packed_experts import MOST_SCALE, pack
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import MergedLinear, RMSNorm
+from peagle.models.moe import PackedExperts
 from peagle.models.mxfp4 import BLOCK, BLOCKS, SCALES, dequantize
 from peagle.models.spec import ModelSpec
 
@@ -73,7 +75,9 @@ def weight_files(path: Path) -> list[Path]:
 def load_weights(model: TargetModel, files: Sequence[Path]) -> None:
     """Copy every tensor of `files` into `model`. Tensors it has no use for are refused inside layers, else ignored."""
     views = {_hf_name(name): view for name, view in parameter_parts(model).items()}
-    missing, halves = set(views), dict[str, Tensor]()
+    experts = {_hf_name(name): part for name, part in model.named_modules() if isinstance(part, PackedExperts)}
+    four_bits: dict[str, Tensor | PackedExperts] = {**views, **experts}  # what may come as MXFP4
+    missing, halves = set(four_bits), dict[str, Tensor]()
     for number, file in enumerate(files, 1):
         if len(files) > 1:
             _log.info("loading weights, file %d of %d", number, len(files))
@@ -82,11 +86,11 @@ def load_weights(model: TargetModel, files: Sequence[Path]) -> None:
                 if name in views:
                     _copy(name, stored.get_tensor(name), views[name], file)
                     missing.discard(name)
-                elif (packed := name.removesuffix(BLOCKS).removesuffix(SCALES)) in views:
+                elif (packed := name.removesuffix(BLOCKS).removesuffix(SCALES)) != name and packed in four_bits:
                     halves[name] = stored.get_tensor(name)
                     if {packed + BLOCKS, packed + SCALES} <= set(halves):
                         parts = halves.pop(packed + BLOCKS), halves.pop(packed + SCALES)
-                        _copy_mxfp4(packed, *parts, views[packed], file)
+                        _copy_mxfp4(packed, *parts, four_bits[packed], file)
                         missing.discard(packed)
                 elif name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
                     raise PeagleError(
@@ -94,9 +98,9 @@ def load_weights(model: TargetModel, files: Sequence[Path]) -> None:
                         "the two files do not belong together; download the model again"
                     )
     if missing:
-        in_order = [name for name in views if name in missing]
+        in_order = [name for name in four_bits if name in missing]
         raise PeagleError(
-            f"{files[0].parent} lacks {len(missing)} of the {len(views)} tensors that config.json calls for "
+            f"{files[0].parent} lacks {len(missing)} of the {len(four_bits)} tensors that config.json calls for "
             f"({_first(in_order)}): download the model again"
         )
 
@@ -137,6 +141,8 @@ def random_weights(model: nn.Module, seed: int) -> None:
     """Fill all parameters with small random values that keep activations near unit size. For tests and dry runs."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
+        if isinstance(module, PackedExperts):
+            module.draw(module.inputs**-0.5, generator)
         for parameter in module.parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
@@ -157,6 +163,8 @@ def dummy_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, se
     generator = torch.Generator(device).manual_seed(seed)
     tied = spec.tie_word_embeddings
     for module in model.modules():
+        if isinstance(module, PackedExperts):
+            module.draw(module.inputs**-0.5, generator)
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.fill_(1.0 if isinstance(module, RMSNorm) else 0.0)
@@ -184,9 +192,9 @@ def _copy(name: str, source: Tensor, target: Tensor, file: Path) -> None:
     target.copy_(source)
 
 
-def _copy_mxfp4(name: str, blocks: Tensor, scales: Tensor, target_EIO: Tensor, file: Path) -> None:
-    """Unpack one expert after another, on the target's device; the packed matrices have outputs before inputs."""
-    experts, inputs, outputs = target_EIO.shape
+def _copy_mxfp4(name: str, blocks: Tensor, scales: Tensor, target: Tensor | PackedExperts, file: Path) -> None:
+    """Unpack or repack one expert after another, on the target's device; in files outputs come before inputs."""
+    experts, inputs, outputs = target.shape if isinstance(target, Tensor) else target.matrix.shape
     shape = (experts, outputs, inputs // BLOCK)
     if tuple(blocks.shape) != (*shape, BLOCK // 2) or tuple(scales.shape) != shape or inputs % BLOCK:
         raise PeagleError(
@@ -197,8 +205,19 @@ def _copy_mxfp4(name: str, blocks: Tensor, scales: Tensor, target_EIO: Tensor, f
         raise PeagleError(
             f"{file} holds {name} as {blocks.dtype} and {scales.dtype}: MXFP4 is uint8; download it again"
         )
-    for own_OG, scale_OG, target_IO in zip(blocks.to(target_EIO.device), scales.to(target_EIO.device), target_EIO):
-        target_IO.copy_(dequantize(own_OG, scale_OG, target_EIO.dtype).T)
+    if isinstance(target, PackedExperts) and (most := int(scales.max())) > MOST_SCALE:
+        raise PeagleError(
+            f"{file} holds {name} with a scale of 2^{most - 127}: packed experts have at most 2^{MOST_SCALE - 127}; "
+            "unpack them with --unpack-experts"
+        )
+    device = target.device if isinstance(target, Tensor) else target.words.device
+    for expert, (own_OBI, scale_OB) in enumerate(zip(blocks.to(device), scales.to(device))):
+        if isinstance(target, Tensor):
+            target[expert].copy_(dequantize(own_OBI, scale_OB, target.dtype).T)
+        else:
+            words_GOW, scales_GO = pack(own_OBI, scale_OB)
+            target.words[expert].copy_(words_GOW)
+            target.scales[expert].copy_(scales_GO)
 
 
 def _first(names: Sequence[str], shown: int = 3) -> str:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ def test_steps_can_be_given_where_nothing_marks_them():
         ("_qkv_linear_tile", "matmul"),
         ("_stream_tile", "matmul"),
         ("_expert_tile", "experts"),
+        ("_packed_tile", "experts"),
         ("_apply_masks", "sampling"),
         ("void flash_fwd_splitkv_kernel", "attention"),
         ("_decode_tile", "attention"),
@@ -192,6 +194,9 @@ def test_experts_are_read_if_any_row_chooses_them_and_keys_if_a_window_reaches_t
         assert more == 2 * expert * (touched - 1)
         assert cost(spec, requests).flops - cost(dense, requests).flops == 2 * requests * expert
     assert cost(spec, 1).kv_bytes == cost(dense, 1).kv_bytes * (4 + 10) / 20
+    packed = tiny_spec(moe=replace(moe, packed=True), windows=(4, None, 4, None))
+    assert cost(spec, 2).target_bytes - cost(packed, 2).target_bytes == (2 - 17 / 32) * expert * 3.5
+    assert cost(spec, 2).flops == cost(packed, 2).flops
 
 
 def test_an_eagle3_head_is_read_once_per_draft():

@@ -18,7 +18,7 @@ from peagle.models.target import Target
 from peagle.models.weights import random_weights
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import force_drafts, random_prompts, tiny_spec, tiny_tokenizer
-from tests.kernels.conftest import numpy_scalars, wide_tiles  # noqa: F401, fixtures
+from tests.kernels.conftest import bfloat16_products, numpy_scalars, rounded_bfloat16, wide_tiles  # noqa: F401, fixtures
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 PROMPTS = random_prompts(8, longest=40)
@@ -27,16 +27,19 @@ YARN = YarnScaling(
 )
 
 
-def spec() -> ModelSpec:
+def spec(*, packed: bool = False) -> ModelSpec:
     return tiny_spec(
-        family="gpt_oss", num_layers=4, head_dim=16, qkv_bias=True, o_bias=True, tie_word_embeddings=False,
-        rope=RopeSpec(theta=1e4, head_dim=16, scaling=YARN), windows=(9, None, 9, None), sinks=True,
-        moe=MoESpec(num_experts=6, experts_per_token=2, gate_alpha=1.702, gate_limit=1.0),
+        family="gpt_oss", num_layers=4, intermediate_size=64, head_dim=16, qkv_bias=True, o_bias=True,
+        tie_word_embeddings=False, rope=RopeSpec(theta=1e4, head_dim=16, scaling=YARN), windows=(9, None, 9, None),
+        sinks=True,
+        moe=MoESpec(num_experts=6, experts_per_token=2, gate_alpha=1.702, gate_limit=1.0, packed=packed),
     )  # fmt: skip
 
 
-def llm(k: int = 3, *, parallel: bool = True, dtype: torch.dtype = torch.float32, **engine: Any) -> LLM:
-    model = TargetModel(spec()).eval().requires_grad_(False)
+def llm(
+    k: int = 3, *, parallel: bool = True, dtype: torch.dtype = torch.float32, packed: bool = False, **engine: Any
+) -> LLM:
+    model = TargetModel(spec(packed=packed)).eval().requires_grad_(False)
     random_weights(model, 0)
     device = engine.get("device", "cpu")
     drafter = new_drafter(
@@ -90,23 +93,24 @@ def test_in_the_interpreter():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
-@pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
+@pytest.mark.usefixtures("numpy_scalars", "wide_tiles", "bfloat16_products")
 def test_interpreted_kernels_change_nothing():
     params = sampled(0.0, tokens=4)[:1]
-    expected = llm(1, kernels="torch", attention="torch").generate(PROMPTS[:1], params)
-    outputs = llm(1, kernels="triton", attention="triton").generate(PROMPTS[:1], params)
+    expected = llm(1, packed=True, kernels="torch", attention="torch").generate(PROMPTS[:1], params)
+    outputs = llm(1, packed=True, kernels="triton", attention="triton").generate(PROMPTS[:1], params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("parallel", [True, False])
-def test_graphs_and_speculation_change_nothing_on_gpu(parallel: bool):
+def test_graphs_and_speculation_change_nothing_on_gpu(parallel: bool, packed: bool):
     params = sampled(0.0)
-    plain = llm()
+    plain = llm(packed=packed)
     plain.set_speculation(False)
     expected = plain.generate(PROMPTS, params)
-    drafting = llm(device="cuda", parallel=parallel)
+    drafting = llm(device="cuda", parallel=parallel, packed=packed)
     assert [o.token_ids for o in drafting.generate(PROMPTS, params)] == [o.token_ids for o in expected]
     force_drafts(drafting, expected, seed=0)
     assert [o.token_ids for o in drafting.generate(PROMPTS, params)] == [o.token_ids for o in expected]

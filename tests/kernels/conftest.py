@@ -39,17 +39,22 @@ def bfloat16_products(rounded_bfloat16, monkeypatch):
     """The interpreter keeps bfloat16 as its bits and would multiply those."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
-    original = InterpreterBuilder.create_dot
-
     def widened(x):
         if x.dtype.scalar != tl.bfloat16:
             return x
         return TensorHandle(torch.from_numpy(x.data.copy()).view(torch.bfloat16).float().numpy(), tl.float32)
 
+    original_dot, original_mul = InterpreterBuilder.create_dot, InterpreterBuilder.create_fmul
+
     def dot(self, a, b, *rest):
-        return original(self, widened(a), widened(b), *rest)
+        return original_dot(self, widened(a), widened(b), *rest)
+
+    def mul(self, a, b):
+        product = original_mul(self, widened(a), widened(b))
+        return product if a.dtype.scalar != tl.bfloat16 else self.cast_impl(product, tl.bfloat16)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_fmul", mul)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """gpt-oss against transformers: a mixture of experts, attention sinks, sliding windows and YaRN, over a paged cache."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from peagle.engine.kv_cache import PagedCache
 from peagle.errors import PeagleError
+from peagle.kernels.packed_experts import unpack
 from peagle.kernels.paged_attention import plan_attention
 from peagle.models.decoder import TargetModel
+from peagle.models.moe import PackedExperts
 from peagle.models.mxfp4 import dequantize
-from peagle.models.target import read_spec
+from peagle.models.target import load_target, read_spec
+from peagle.models.tokenizer import placeholder_tokenizer
 from peagle.models.weights import dummy_model, load_model
 
 CPU = torch.device("cpu")
@@ -41,13 +46,15 @@ def hf_model(**changes: Any) -> GptOssForCausalLM:
     return model.eval()
 
 
-def paged_logits(model: TargetModel, ids: Tensor, chunks: list[int]) -> tuple[Tensor, Tensor]:
+def paged_logits(
+    model: TargetModel, ids: Tensor, chunks: list[int], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Logits and the taps of every layer, computed so many tokens at a time over one request's shuffled blocks."""
     spec = model.spec
     blocks = -(-LENGTH // BLOCK_SIZE)
     table_1N = np.random.default_rng(0).permutation(blocks)[None] + 1
     cache = PagedCache(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, (blocks + 1) * BLOCK_SIZE, dtype=torch.float32, device=CPU,
+        spec.num_layers, spec.num_kv_heads, spec.head_dim, (blocks + 1) * BLOCK_SIZE, dtype=dtype, device=CPU,
         windows=spec.windows, sinks=model.sinks,
     )  # fmt: skip
     parts = []
@@ -96,9 +103,9 @@ def value_of(code: int) -> float:
     return -magnitude if code & 8 else magnitude
 
 
-def packed(experts: int, outputs: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def packed(experts: int, outputs: int, groups: int, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     """Random blocks and scales, and their matrix [E, 32 G, O] by the definition."""
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, (experts, outputs, groups, 32))
     scales = rng.integers(117, 130, (experts, outputs, groups))
     values = np.vectorize(value_of)(codes) * 2.0 ** (scales[..., None] - 127)
@@ -138,6 +145,94 @@ def test_a_checkpoint_with_packed_experts(tmp_path: Path) -> None:
         save_file({k: v for k, v in parts.items() if v is not None}, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(PeagleError, match=message):
             load_model(tmp_path, spec, dtype=torch.bfloat16, device=CPU)
+
+
+def packed_checkpoint(path: Path) -> dict[str, Tensor]:
+    """A model directory whose experts are all MXFP4, as published ones are; its tensors."""
+    hf_model().save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(4):
+        for name, outputs in (("gate_up_proj", 64), ("down_proj", 32)):
+            full = f"model.layers.{layer}.mlp.experts.{name}"
+            del tensors[full]
+            tensors[f"{full}_blocks"], scales, _matrix = packed(6, outputs, 1, seed=layer)
+            tensors[f"{full}_scales"] = scales - 6  # activations stay near 1
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_packed_experts_compute_what_unpacked_ones_do(dtype: torch.dtype, tmp_path: Path) -> None:
+    packed_checkpoint(tmp_path)
+    spec = read_spec(tmp_path)
+    assert spec.moe is not None
+    assert spec.moe.packed
+    plain = replace(spec, moe=replace(spec.moe, packed=False))
+    ids = torch.randint(0, 160, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    logits = [
+        paged_logits(load_model(tmp_path, one, dtype=dtype, device=CPU), ids, [17, 9, 1, 1, 1, 5, 11], dtype)[0]
+        for one in (spec, plain)
+    ]
+    assert torch.isfinite(logits[0]).all()
+    assert torch.equal(*logits)
+
+
+def test_what_cannot_stay_packed(tmp_path: Path) -> None:
+    tensors = packed_checkpoint(tmp_path)
+    spec, file = read_spec(tmp_path), tmp_path / "model.safetensors"
+    scales = tensors[f"{EXPERTS}down_proj_scales"]
+    too_large = scales.clone()
+    too_large[3, 2, 0] = 129
+    plain = {k: v for k, v in tensors.items() if not k.startswith(f"{EXPERTS}down_proj")}
+    for changed, message in (
+        ({**tensors, f"{EXPERTS}down_proj_scales": too_large}, r"scale of 2\^2.*at most 2\^1.*--unpack-experts"),
+        ({**tensors, f"{EXPERTS}down_proj_scales": scales[:, :5].clone()}, "down_proj_blocks of shape"),
+        (plain, r"lacks 2 of .*down_proj"),
+        ({**plain, f"{EXPERTS}down_proj": torch.zeros(6, 32, 32)}, "does not have"),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(PeagleError, match=message):
+            load_model(tmp_path, spec, dtype=torch.bfloat16, device=CPU)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_on_the_cpu_experts_are_unpacked_when_loaded(load_format: str, tmp_path: Path) -> None:
+    packed_checkpoint(tmp_path)
+    placeholder_tokenizer(160).save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), dtype=torch.float32, device=CPU, load_format=load_format)
+    assert target.spec.moe is not None
+    assert not target.spec.moe.packed
+    assert target.model.get_submodule("layers.0.mlp.experts").get_parameter("down_proj").shape == (6, 32, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_on_a_gpu_experts_stay_packed(load_format: str, tmp_path: Path) -> None:
+    packed_checkpoint(tmp_path)
+    placeholder_tokenizer(160).save_pretrained(tmp_path)
+    for unpacked in (False, True):
+        target = load_target(
+            str(tmp_path), dtype=torch.bfloat16, device=torch.device("cuda"), load_format=load_format,
+            unpack_experts=unpacked,
+        )  # fmt: skip
+        assert target.spec.moe is not None
+        assert target.spec.moe.packed is not unpacked
+        experts = target.model.get_submodule("layers.0.mlp.experts")
+        assert isinstance(experts.down_proj, PackedExperts) is not unpacked
+        assert {t.device.type for t in (*experts.parameters(), *experts.buffers())} == {"cuda"}
+
+
+def test_random_packed_weights_are_those_of_a_trained_models_size(tmp_path: Path) -> None:
+    packed_checkpoint(tmp_path)
+    model = dummy_model(read_spec(tmp_path), dtype=torch.float32, device=CPU)
+    experts = model.get_submodule("layers.3.mlp.experts")
+    matrices = torch.stack([unpack(experts.get_submodule("gate_up_proj").matrix, e, torch.float32) for e in range(6)])
+    assert matrices.std() == pytest.approx(32**-0.5, rel=0.05)
+    assert not experts.get_parameter("gate_up_proj_bias").any()
 
 
 def test_random_weights_keep_the_stream_and_the_routing_realistic(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_gpt_oss() -> None:
         num_experts_per_tok=2, swiglu_limit=3.0, head_dim=16, quantization_config={"quant_method": "mxfp4"},
     )  # fmt: skip
     assert (told.windows, told.moe.experts_per_token, told.moe.gate_limit) == ((None, 5, 5), 2, 3.0)
+    assert (spec.moe.packed, told.moe.packed) == (False, True)
 
 
 @pytest.mark.parametrize(
