@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import launches_early, let_next_start
 from peagle.kernels.paged_decode import FINE_KEYS, DecodePlan
 
 _FINE = tl.constexpr(FINE_KEYS)
@@ -110,7 +111,9 @@ def _decode_tile(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles_of_request: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
     request, first_row = tile // tiles_of_request, tile % tiles_of_request * TILE_ROWS
@@ -235,6 +238,7 @@ def paged_decode_triton(
             SPLITS=plan.splits,
             WINDOW=window or 0,
             SINKS=sinks_N is not None,
+            EARLY=launches_early(q_RND.device),
             num_warps=warps,
             num_stages=stages,
             enable_fp_fusion=False,  # folding in registers and folding from memory must round alike

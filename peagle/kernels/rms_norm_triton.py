@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import launches_early, let_next_start
+
 
 @triton.jit
 def _norm_row(
@@ -24,7 +26,9 @@ def _norm_row(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_start(EARLY)
     row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     dtype = out_RH.dtype.element_ty
     weight = tl.load(weight_H + h, mask=h < SIZE, other=0.0).to(tl.float32)
@@ -83,6 +87,7 @@ def _launch(
             BLOCK=block,
             ADD=add,
             PARTS=parts,
+            EARLY=launches_early(x_SRH.device),
             num_warps=min(max(block // 512, 1), 8),
             enable_fp_fusion=False,  # torch rounds each product before the sum
         )

@@ -15,7 +15,7 @@ from peagle.kernels.backend import use_triton_for_inference
 from peagle.kernels.swiglu import silu_mul_ref
 
 # Where they are faster than cuBLAS on an H200, see docs/decisions.md.
-_MOST_ROWS = 32
+_MOST_ROWS = 64
 _LONG, _WIDE = 2048, 6144  # inputs of a layer that should be cut, outputs of one that need not be
 
 

@@ -12,15 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import launches_early, prefetch_rows, wait_for_previous
+
 _COLUMNS = 64  # of a tile: as many as Hopper's tensor cores multiply at once
-_STEP = 128  # inputs of a turn
 _PROGRAMS = 128  # at least, where the inputs can be cut: an H200 has 132 multiprocessors
 _LEAST_INPUTS = 512  # of a cut
 _MOST_CUTS = 8
+_PREFETCHED = tl.constexpr(512)  # inputs of a program's first, while the kernel before runs
 
 
 class _Tile(NamedTuple):
     rows: int
+    columns: int
+    step: int  # inputs of a turn
     cuts: int
     stages: int
 
@@ -45,6 +49,7 @@ def _stream_tile(
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     WHOLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     OWN: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # output columns of a program
     cut, row_R = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -59,6 +64,9 @@ def _stream_tile(
     k_K = cut * CUT + tl.arange(0, STEP)
     weight = weight_GI + (read_G.to(tl.int64) * weight_row_stride)[:, None] + k_K[None]
     x = x_RI + (row_R.to(tl.int64) * x_row_stride)[:, None] + k_K[None]
+    if EARLY:
+        prefetch_rows(weight_GI + cut * CUT + read_G.to(tl.int64) * weight_row_stride, min(_PREFETCHED, CUT))
+    wait_for_previous(EARLY)
     acc_GR = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in tl.range(0, CUT, STEP, num_stages=STAGES):
         inside_K = (k_K + start < IN) & (start + tl.arange(0, STEP) < CUT) | WHOLE
@@ -105,15 +113,16 @@ def _launch(
     (rows, inputs), outputs = x_RI.shape, weight_GI.shape[0] // (2 if gated else 1)
     x_RI, weight_GI = (t if t.stride(1) == 1 else t.contiguous() for t in (x_RI, weight_GI))
     tile = _tile(rows, inputs, weight_GI.shape[0], parts)
-    cut = triton.cdiv(triton.cdiv(inputs, tile.cuts), _STEP) * _STEP if tile.cuts > 1 else inputs
+    cut = triton.cdiv(triton.cdiv(inputs, tile.cuts), tile.step) * tile.step if tile.cuts > 1 else inputs
     if parts:
         out = torch.empty((tile.cuts, rows, outputs), dtype=torch.float32, device=x_RI.device)
     else:
         out = torch.empty((rows, outputs), dtype=x_RI.dtype, device=x_RI.device)
     if out.numel() == 0:
         return out
+    early = launches_early(x_RI.device)
     with torch.cuda.device_of(x_RI):
-        _stream_tile[(triton.cdiv(weight_GI.shape[0], _COLUMNS), tile.cuts, triton.cdiv(rows, tile.rows))](
+        _stream_tile[(triton.cdiv(weight_GI.shape[0], tile.columns), tile.cuts, triton.cdiv(rows, tile.rows))](
             out,
             x_RI,
             weight_GI,
@@ -125,14 +134,16 @@ def _launch(
             OUT=outputs,
             CUT=cut,
             ROWS=tile.rows,
-            COLUMNS=_COLUMNS,
-            STEP=_STEP,
+            COLUMNS=tile.columns,
+            STEP=tile.step,
             STAGES=tile.stages,
             GATED=gated,
             BIAS=bias_G is not None,
             PARTS=parts,
-            WHOLE=inputs % _STEP == 0 and cut * tile.cuts == inputs,
+            WHOLE=inputs % tile.step == 0 and cut * tile.cuts == inputs,
+            EARLY=early,
             num_warps=4,
+            **({"launch_pdl": True} if early else {}),
         )
     return out
 
@@ -143,5 +154,8 @@ def _tile(rows: int, inputs: int, weight_rows: int, parts: bool) -> _Tile:
     while parts and cuts < _MOST_CUTS and tiles * cuts < _PROGRAMS and inputs >= 2 * cuts * _LEAST_INPUTS:
         cuts *= 2
     tile_rows = min(max(triton.next_power_of_2(rows), 16), 64)
-    few = tiles * cuts <= 2 * _PROGRAMS
-    return _Tile(tile_rows, cuts, (6 if few else 3) if tile_rows <= 32 else (4 if few else 3))
+    if tiles * cuts <= 2 * _PROGRAMS:
+        return _Tile(tile_rows, _COLUMNS, 128, cuts, stages=6)
+    if tile_rows <= 32:
+        return _Tile(tile_rows, _COLUMNS, 128, cuts, stages=3)
+    return _Tile(tile_rows, 2 * _COLUMNS, 64, cuts, stages=4)  # more rows: their loads count, wider tiles share them

@@ -91,7 +91,7 @@ def test_which_layers_stream():
     wide, short, long = layer(24576, 4096), layer(960, 576), layer(4096, 12288)
     assert [prefers_stream(rows(32), weight, cut=False) for weight in (wide, short, long)] == [True, True, False]
     assert prefers_stream(rows(32), long, cut=True)
-    assert not prefers_stream(rows(33), wide, cut=True)
+    assert not prefers_stream(rows(65), wide, cut=True)
     assert not prefers_stream(rows(8, torch.float32), wide, cut=True)  # exact products are cuBLAS's
 
 
@@ -166,18 +166,25 @@ def test_interpreted_model(changes: dict[str, object], monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize(
     "rows,inputs,outputs,kind",
-    [(8, 4096, 6144, "plain"), (15, 4096, 24576, "gated"), (64, 12288, 4096, "parts"), (8, 2880, 5760, "gated")],
-)
+    [
+        (8, 4096, 6144, "plain"), (15, 4096, 24576, "gated"), (64, 12288, 4096, "parts"), (64, 4096, 24576, "gated"),
+        (8, 2880, 5760, "gated"),
+    ],
+)  # fmt: skip
 def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int, kind: str):
-    """On Hopper's tensor cores, with loads in flight while products are made."""
+    """On Hopper's tensor cores, with loads in flight while products are made, and weights asked for before the wait."""
     tile = kernels._tile(rows, inputs, outputs, kind == "parts")
     compiled = compile_for_hopper(
         kernels._stream_tile, {"rows": "i32", "out": "*fp32" if kind == "parts" else "*bf16"}, 4,
         IN=inputs, OUT=outputs // 2 if kind == "gated" else outputs, CUT=inputs // tile.cuts, ROWS=tile.rows,
-        COLUMNS=kernels._COLUMNS, STEP=kernels._STEP, STAGES=tile.stages, GATED=kind == "gated", BIAS=False,
-        PARTS=kind == "parts", WHOLE=inputs % 512 == 0,
+        COLUMNS=tile.columns, STEP=tile.step, STAGES=tile.stages, GATED=kind == "gated", BIAS=False,
+        PARTS=kind == "parts", WHOLE=inputs % 512 == 0, EARLY=True,
     )  # fmt: skip
-    assert all(word in compiled.asm["ptx"] for word in ("wgmma", "cp.async.cg"))
+    ptx = compiled.asm["ptx"]
+    assert all(word in ptx for word in ("wgmma", "cp.async.cg"))
+    wait = ptx.index("griddepcontrol.wait")
+    assert ptx.index("prefetch.global.L2") < wait < ptx.index("griddepcontrol.launch_dependents")
+    assert not any(word in ptx[:wait] for word in ("ld.global", "cp.async", "st.global"))
     assert compiled.metadata.shared < 227 << 10
 
 

@@ -1,0 +1,55 @@
+"""Programmatic dependent launch: a kernel that streams weights starts while the short one before it still runs.
+
+Weights follow from no other kernel. So a layer's programs may be placed, and the first of their weights be on their way
+to the L2 cache, before what they multiply is there. A short kernel that comes before such a layer calls `let_next_start`
+first of all; the layer is launched with `launch_pdl` and calls `wait_for_previous` before it loads or stores anything.
+A prefetch is neither: what it reads is not kept.
+
+GPUs before Hopper have none of it, nor has the interpreter. `PEAGLE_EARLY_LAUNCH=0` turns it off.
+"""
+
+import os
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_LINE_BYTES = tl.constexpr(128)  # of the L2 cache
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels on `device` are launched so."""
+    if os.environ.get("PEAGLE_EARLY_LAUNCH") == "0" or os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def let_next_start(EARLY: tl.constexpr) -> None:
+    """The next kernel may start as soon as all programs of this one have come here."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr) -> None:
+    """Wait until the kernels before are done and what they stored is there, then let the next one start."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_rows(first_R: tl.tensor, LENGTH: tl.constexpr) -> None:
+    """Ask the L2 cache for LENGTH elements from each of these addresses on."""
+    line: tl.constexpr = _LINE_BYTES // (first_R.dtype.element_ty.primitive_bitwidth // 8)
+    lines: tl.constexpr = triton.next_power_of_2((LENGTH + line - 1) // line)
+    at_RL = first_R[:, None] + tl.minimum(tl.arange(0, lines) * line, LENGTH - 1)[None]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // no result: $0", "=r,l", [at_RL.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
