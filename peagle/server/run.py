@@ -11,7 +11,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -44,31 +44,31 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
     from peagle.server.app import make_app
     from peagle.server.engine_thread import EngineThread
     from peagle.server.metrics import Metrics
+    from peagle.server.structured import trials_of
 
     _check_certificate(config)
     _log_to_stderr(config.log_level)
     if config.trust_remote_code:
         message = "--trust-remote-code has no effect: code that comes with a model is never run"
         console.print(message, style="yellow", soft_wrap=True)
-    with bind(config.host, config.port) as sock:
+    with bind(config.host, config.port) as sock, ExitStack() as ends:
         console.print(f"loading {model}", highlight=False, soft_wrap=True)
         began = time.perf_counter()
         llm = load()
         console.print(f"loaded in {time.perf_counter() - began:.1f} s, {_sizes(llm)}", highlight=False, soft_wrap=True)
         name = config.served_model_name or llm.target.name
         metrics = Metrics(name)
+        ends.enter_context(trials_of(llm))
         engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics)
+        ends.callback(engine.stop, 0.0)
         engine.start()
-        try:
-            while not engine.is_ready:
-                if engine.failure is not None:
-                    raise PeagleError(f"the engine failed in its first steps: {one_line(engine.failure)}")
-                time.sleep(0.05)
-            listen(sock)
-            _announce(sock, name, config, console)
-            run_server(make_app(engine, llm, config, metrics), engine, config, sock)
-        finally:
-            engine.stop(0.0)
+        while not engine.is_ready:
+            if engine.failure is not None:
+                raise PeagleError(f"the engine failed in its first steps: {one_line(engine.failure)}")
+            time.sleep(0.05)
+        listen(sock)
+        _announce(sock, name, config, console)
+        run_server(make_app(engine, llm, config, metrics), engine, config, sock)
     if engine.failure is not None:
         sys.exit(1)  # its traceback is in the log; who watches over the process starts it again
     console.print("stopped")

@@ -12,6 +12,8 @@ from peagle.engine.engine import LLM
 from tests.engine.tiny import tiny_llm
 
 Check = Callable[[Any], bool]
+# An expression of 24 kB over one letter, whose compilation takes hours.
+HANGING = "((" + "|".join(f"a{{{i}}}" for i in range(1, 3000)) + "){1,300}){1,300}"
 
 
 def json_tokenizer() -> PreTrainedTokenizerFast:
