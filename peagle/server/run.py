@@ -58,7 +58,7 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
         console.print(f"loaded in {time.perf_counter() - began:.1f} s, {_sizes(llm)}", highlight=False, soft_wrap=True)
         name = config.served_model_name or llm.target.name
         metrics = Metrics(name)
-        ends.enter_context(trials_of(llm))
+        end_trials = ends.enter_context(trials_of(llm))
         engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics)
         ends.callback(engine.stop, 0.0)
         engine.start()
@@ -68,14 +68,17 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
             time.sleep(0.05)
         listen(sock)
         _announce(sock, name, config, console)
-        run_server(make_app(engine, llm, config, metrics), engine, config, sock)
+        run_server(make_app(engine, llm, config, metrics), engine, config, sock, end_trials)
     if engine.failure is not None:
         sys.exit(1)  # its traceback is in the log; who watches over the process starts it again
     console.print("stopped")
 
 
-def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) -> None:
-    """Serve on a listening socket until a signal; the engine is stopped when this returns."""
+def run_server(
+    app: Any, engine: Any, config: ServeConfig, sock: socket.socket, on_shutdown: Callable[[], None] = lambda: None
+) -> None:
+    """Serve on a listening socket until a signal; the engine is stopped when this returns. `on_shutdown` is called
+    first: what only begins a request is of no use any more."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -92,6 +95,7 @@ def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) 
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             _log.info("shutting down: no more requests; running ones get up to %g s", config.drain_seconds)
+            on_shutdown()
             stopping = asyncio.create_task(asyncio.to_thread(engine.stop, config.drain_seconds))
             await super().shutdown(sockets)
             if self.force_exit:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from peagle.engine.engine import LLM
-from peagle.errors import NoMemory, PeagleError
+from peagle.errors import PeagleError, Unavailable
 from peagle.server.body import Body
 from peagle.server.errors import ApiError
 from peagle.structured.grammars import Grammars
@@ -119,8 +119,8 @@ class Compiler:
         try:
             if grammars.kept(asked) is None:
                 await asyncio.shield(self._task(grammars, asked))
-        except NoMemory as error:
-            raise ApiError(503, f"{name}: {error}", code="no_memory", headers={"Retry-After": "5"}) from None
+        except Unavailable as error:
+            raise ApiError(503, f"{name}: {error}", code="unavailable", headers={"Retry-After": "5"}) from None
         except PeagleError as error:
             raise ApiError(400, f"{name}: {error}", param=name) from None
 
@@ -137,7 +137,7 @@ class Compiler:
                 await self._places.acquire()
         except TimeoutError:
             message = f"{MAX_COMPILING} grammars are compiled already, as many as may be at once: try again later"
-            raise NoMemory(message) from None
+            raise Unavailable(message) from None
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, grammars.compile, asked)
         finally:
@@ -145,13 +145,14 @@ class Compiler:
 
 
 @contextmanager
-def trials_of(llm: LLM) -> Iterator[None]:
-    """A server's grammars are tried out in processes that can be stopped, which end with it."""
+def trials_of(llm: LLM) -> Iterator[Callable[[], None]]:
+    """A server's grammars are tried out in processes that can be stopped, which end with it; yields what ends them
+    earlier."""
     try:
         grammars = llm.grammars
     except PeagleError as error:
         _log.info("no structured outputs: %s", error)
-        yield
+        yield lambda: None
         return
     with Trials(grammars.vocabulary) as grammars.trials:
-        yield
+        yield grammars.trials.close

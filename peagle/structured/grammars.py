@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from peagle.errors import NoMemory, PeagleError
+from peagle.errors import PeagleError, Unavailable
 from peagle.structured.outputs import StructuredOutputs
 from peagle.structured.trials import Trials
 from peagle.structured.vocabulary import GrammarMatcher, Vocabulary
@@ -47,7 +47,7 @@ class Grammars:
             return compiled
         try:
             compiled = self._make(asked.kind, json.dumps(asked.format()))
-        except NoMemory:
+        except Unavailable:
             raise
         except PeagleError as error:
             self._refuse(asked, error)

@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from peagle.errors import NoMemory, PeagleError
+from peagle.errors import NoMemory, PeagleError, Unavailable
 
 if TYPE_CHECKING:
     from peagle.structured.vocabulary import Vocabulary
@@ -67,7 +67,7 @@ class Trials:
 
     def run(self, kind: str, form: str) -> None:
         """Compile a structural format, JSON text, and try it out; PeagleError that says what is wrong with the `kind`,
-        NoMemory where no process can be started."""
+        Unavailable where no process can be started, or all are ended."""
         with self._child() as child:
             began = time.monotonic()
             child.settimeout(self._seconds + _GRACE_SECONDS)
@@ -79,7 +79,7 @@ class Trials:
                 answer = b""
             took = time.monotonic() - began
         if self._closed:
-            raise PeagleError("the server is shutting down: send the request to another one, or later")
+            raise Unavailable("the server is shutting down: send the request to another one, or later")
         if not answer:
             raise PeagleError(f"{kind} {self._why(took)} to compile: use a simpler one")
         error = json.loads(answer)
@@ -113,12 +113,12 @@ class Trials:
             with self._lock:
                 if not self._closed:
                     self._end()
-        raise NoMemory("no process can be started to compile grammars in: send the request later")
+        raise Unavailable("no process can be started to compile grammars in: send the request later")
 
     def _started(self) -> socket.socket:
         """The socket to the ready process."""
         if self._closed:
-            raise PeagleError("the server is shutting down: send the request to another one, or later")
+            raise Unavailable("the server is shutting down: send the request to another one, or later")
         if self._control is None:
             vocabulary = self._vocabulary
             setup = {
