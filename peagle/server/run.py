@@ -59,7 +59,7 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
         name = config.served_model_name or llm.target.name
         metrics = Metrics(name)
         end_trials = ends.enter_context(trials_of(llm))
-        engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics)
+        engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics, warm_up=config.warm_up)
         ends.callback(engine.stop, 0.0)
         engine.start()
         while not engine.is_ready:
