@@ -88,6 +88,11 @@ class EngineCore:
         self._state.keep_masks(vocab_size)
 
     @property
+    def num_graphs(self) -> int:
+        """How many steps are captured."""
+        return 0 if self._graphs is None else self._graphs.num_captured
+
+    @property
     def synthetic(self) -> SyntheticLengths | None:
         """What SYNTHETIC accept lengths are drawn from; None where drafts are verified."""
         return self._speculative.synthetic

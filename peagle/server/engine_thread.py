@@ -23,10 +23,10 @@ from peagle.engine.engine import LLM
 from peagle.engine.outputs import Logprobs, ScoredToken, ShownRound, scored_tokens
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.text import MeasuredStream
+from peagle.engine.warm_up import WarmUp
 from peagle.errors import PeagleError, one_line
 from peagle.sampling import SamplingParams
 from peagle.server.activity import ActivityLog, Finished, Snapshot
-from peagle.server.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from peagle.server.metrics import Metrics

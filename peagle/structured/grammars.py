@@ -26,7 +26,7 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, trials: Trials | None = None) -> None:
         self.vocabulary, self.trials = vocabulary, trials
         self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
-        self._refused: OrderedDict[StructuredOutputs, tuple[float, PeagleError]] = OrderedDict()
+        self._refused: OrderedDict[StructuredOutputs, tuple[float, str]] = OrderedDict()
         self._bytes = 0  # of those that are kept
         self._lock = threading.Lock()
 
@@ -34,9 +34,9 @@ class Grammars:
         """The grammar if it is there. PeagleError if it was refused less than a minute ago: to find out again takes as
         long as it did the first time."""
         with self._lock:
-            until, error = self._refused.get(asked, (0.0, None))
-            if error is not None and time.monotonic() < until:
-                raise error.with_traceback(None)
+            until, why = self._refused.get(asked, (0.0, ""))
+            if time.monotonic() < until:
+                raise PeagleError(why)
             if asked in self._kept:
                 self._kept.move_to_end(asked)
             return self._kept.get(asked)
@@ -50,7 +50,7 @@ class Grammars:
         except Unavailable:
             raise
         except PeagleError as error:
-            self._refuse(asked, error)
+            self._refuse(asked, str(error))
             raise
         self._keep(asked, compiled)
         return compiled
@@ -76,8 +76,8 @@ class Grammars:
             while len(self._kept) > MOST_KEPT or (self._bytes > MOST_KEPT_BYTES and len(self._kept) > 1):
                 self._bytes -= self._kept.popitem(last=False)[1].memory_size_bytes
 
-    def _refuse(self, asked: StructuredOutputs, error: PeagleError) -> None:
+    def _refuse(self, asked: StructuredOutputs, why: str) -> None:
         with self._lock:
-            self._refused[asked] = time.monotonic() + REFUSED_SECONDS, error
+            self._refused[asked] = time.monotonic() + REFUSED_SECONDS, why
             while len(self._refused) > MOST_KEPT:
                 self._refused.popitem(last=False)

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Sequence
 
+import torch
+
 from peagle.engine.engine import LLM
 from peagle.engine.grammar import AnyText
 from peagle.engine.graphs import COMMON_MODES, EVERYTHING, bucket_sizes
@@ -32,10 +34,13 @@ class WarmUp:
         """Compile and capture, on a GPU, as long as it must not end; then a request, as the proof that requests
         succeed."""
         if self._core.device.type == "cuda":
+            before = torch.cuda.mem_get_info(self._core.device)[0]
             self._capture(must_end)
             if must_end():
                 return
             self._capture_page()
+            taken = before - torch.cuda.mem_get_info(self._core.device)[0]
+            _log.info("%d graphs are captured, in %.2f GiB", self._core.num_graphs, taken / 2**30)
             if EVERYTHING in self._modes:
                 self._compile_prompts()
                 self._core.settle()
