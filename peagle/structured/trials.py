@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from peagle.errors import NoMemory, PeagleError, Unavailable
+from peagle.errors import NoMemory, PeagleError, Unavailable, one_line
 
 if TYPE_CHECKING:
     from peagle.structured.vocabulary import Vocabulary
@@ -81,7 +81,7 @@ class Trials:
         if self._closed:
             raise Unavailable("the server is shutting down: send the request to another one, or later")
         if not answer:
-            raise PeagleError(f"{kind} {self._why(took)} to compile: use a simpler one")
+            raise PeagleError(f"{kind} {self._why(took)}: use a simpler one")
         error = json.loads(answer)
         if error is not None:
             raise PeagleError(error)
@@ -95,8 +95,8 @@ class Trials:
     def _why(self, took: float) -> str:
         """Which limit ended a trial that says nothing any more."""
         if took >= self._seconds:
-            return f"takes more than {self._seconds:g} seconds"
-        return f"takes more than {self._max_bytes / 2**20:,.0f} MiB of memory"
+            return f"takes more than {self._seconds:g} seconds to compile"
+        return f"takes more than {self._max_bytes / 2**20:,.0f} MiB of memory to compile, or crashes the compiler"
 
     def _child(self) -> socket.socket:
         """A connection to a process that waits for its trial."""
@@ -195,10 +195,12 @@ def _try(connection: socket.socket, vocabulary: "Vocabulary", seconds: float, ma
         error = None
         try:
             vocabulary.try_out(vocabulary.compile(kind, form), kind)
-        except NoMemory:
+        except (MemoryError, NoMemory):
             os._exit(1)
         except PeagleError as refused:
             error = str(refused)
+        except Exception as broken:
+            error = f"{kind} cannot be compiled ({one_line(broken)}): use another one"
         connection.sendall(json.dumps(error).encode())
     finally:
         os._exit(0)

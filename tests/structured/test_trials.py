@@ -117,9 +117,30 @@ def test_a_refusal_is_forgotten_after_a_while(monkeypatch, trials):
 
 def test_memory_is_limited():
     with Trials(vocabulary(), max_bytes=6 * 2**20) as trials:
-        with pytest.raises(PeagleError, match="json takes more than 6 MiB of memory to compile: use a simpler one"):
+        with pytest.raises(
+            PeagleError,
+            match="json takes more than 6 MiB of memory to compile, or crashes the compiler: use a simpler one",
+        ):
             run(trials, WIDE)
         run(trials, StructuredOutputs(regex="a"))
+
+
+def test_a_crash_costs_one_request(trials):
+    said = []
+
+    def hang() -> None:
+        with pytest.raises(PeagleError) as error:
+            run(trials, StructuredOutputs(regex=HANGING))
+        said.append(str(error.value))
+
+    thread, before = threading.Thread(target=hang), set(process_group(trials.pid))
+    thread.start()
+    while not (children := set(process_group(trials.pid)) - before):
+        time.sleep(0.01)
+    os.kill(children.pop(), signal.SIGSEGV)
+    run(trials, StructuredOutputs(regex="a"))
+    thread.join()
+    assert said == ["regex takes more than 1,024 MiB of memory to compile, or crashes the compiler: use a simpler one"]
 
 
 def test_kept_grammars_take_limited_memory(monkeypatch):
