@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 TRIAL_SECONDS = 10.0
 TRIAL_BYTES = 2**30
 _START_SECONDS = 60.0  # to load xgrammar, which loads torch
+_END_SECONDS = 1.0  # of a process that has closed its sockets
 _GRACE_SECONDS = 2.0  # past its limit, for a machine that is busy
 _NICENESS = 5  # the engine goes first
 _BEGUN = b"+"
@@ -110,9 +111,7 @@ class Trials:
                 if ours.recv(1) == _BEGUN:
                     return ours
             ours.close()
-            with self._lock:
-                if not self._closed:
-                    self._end()
+            self._forget_if_ended()
         raise Unavailable("no process can be started to compile grammars in: send the request later")
 
     def _started(self) -> socket.socket:
@@ -138,6 +137,13 @@ class Trials:
                     start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
                 )
         return self._control
+
+    def _forget_if_ended(self) -> None:
+        """Where the ready process is gone, have the next trial start another; others' trials go on where it is not."""
+        with self._lock, suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(_END_SECONDS)
+                self._end()
 
     def _end(self) -> None:
         if self._control is not None:

@@ -137,6 +137,7 @@ def test_a_trial_that_is_killed_costs_one_request(trials):
     thread.start()
     while not (children := set(process_group(trials.pid)) - before):
         time.sleep(0.01)
+    time.sleep(0.5)  # it is at work
     os.kill(children.pop(), signal.SIGKILL)
     run(trials, StructuredOutputs(regex="a"))
     thread.join()
