@@ -62,8 +62,8 @@ class Trials:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the ready process unless it runs, and wait for nothing."""
-        with self._lock:
+        """Start the ready process unless it runs, and wait for nothing. If that fails, a trial tries again."""
+        with self._lock, suppress(OSError):
             self._started()
 
     def run(self, kind: str, form: str) -> None:
@@ -124,7 +124,7 @@ class Trials:
                 "info": vocabulary.info.serialize_json(), "vocab_size": vocabulary.vocab_size,
                 "stop_ids": vocabulary.stop_ids, "seconds": self._seconds, "max_bytes": self._max_bytes,
             }  # fmt: skip
-            self._control, theirs = socket.socketpair()
+            ours, theirs = socket.socketpair()
             with theirs, tempfile.TemporaryFile() as given:
                 given.write(json.dumps(setup).encode())
                 given.seek(0)
@@ -136,6 +136,7 @@ class Trials:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
                 )
+            self._control = ours
         return self._control
 
     def _forget_if_ended(self) -> None:

@@ -164,9 +164,15 @@ def test_a_ready_process_that_is_ended_comes_again(trials):
     assert gone(before)
 
 
-def test_where_no_process_starts(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Trials(vocabulary()) as trials, pytest.raises(Unavailable, match="no process can be started"):
+@pytest.mark.parametrize("program", ["/bin/false", "/nowhere"])
+def test_where_no_process_starts(program, monkeypatch):
+    trials = Trials(vocabulary())
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", program)
+        trials.start()
+        with pytest.raises(Unavailable, match="no process can be started"):
+            run(trials, StructuredOutputs(regex="a"))
+    with trials:  # now there is one
         run(trials, StructuredOutputs(regex="a"))
 
 
