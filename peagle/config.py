@@ -224,6 +224,7 @@ class ServeConfig:
     allowed_origins: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    warm_up: str = "all"
     page: bool = True
     log_level: str = "info"
     trust_remote_code: bool = False
@@ -232,6 +233,7 @@ class ServeConfig:
         check_between(self, 0, 65535, "port")
         check_choice(self, "tool_call_parser", "auto", "hermes", "llama3_json")
         check_choice(self, "reasoning_parser", "auto", "think", "none")
+        check_choice(self, "warm_up", "all", "basic")
         check_at_least(self, 1, "max_waiting")
         check_positive(self, "request_timeout")
         check_between(self, 0, 86400, "drain_seconds")

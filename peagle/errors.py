@@ -8,8 +8,12 @@ class PeagleError(Exception):
     """
 
 
-class NoMemory(PeagleError):
-    """Memory for what a request asks is not there now; the server maps it to HTTP 503, for the request is not wrong."""
+class Unavailable(PeagleError):
+    """What a request asks cannot be had now; the server maps it to HTTP 503, for the request is not wrong."""
+
+
+class NoMemory(Unavailable):
+    """Memory for what a request asks is not there now."""
 
 
 def one_line(error: BaseException) -> str:

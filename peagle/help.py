@@ -129,6 +129,8 @@ SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ssl_certfile": "Certificate for HTTPS.",
             "ssl_keyfile": "Key of that certificate, if it is in a file of its own.",
             "tool_call_parser": "How the model writes calls: hermes, llama3_json, or auto: by its chat template.",
+            "warm_up": "all: capture every kind of step before listening (GPU); basic: only those without filters, "
+            "penalties, grammars and log-probabilities, the others when they first come.",
             "reasoning_parser": "think: answers may begin with <think>...</think>; none, or auto: by the template.",
             "allowed_origins": "Origins of web pages that may use the server, * for all (default: none).",
             "page": "Serve a page to chat with at /.",

@@ -26,7 +26,8 @@ from peagle.models.spec import ModelSpec
 from peagle.models.target import Target
 
 _log = logging.getLogger(__name__)
-_MODES = 3  # greedy, drawn, filtered: ways of sampling that get graphs of their own
+_MODES = 3  # that may have graphs of every size and K. A server needs the first three of `COMMON_MODES`
+_SINGLES = 4  # graphs of one request that is traced, as the server's page asks for
 
 
 def build_core(
@@ -54,7 +55,7 @@ def build_core(
             if pack and device.type == "cpu":
                 pack_linears(module)
     draft_config = drafter.config if drafter is not None else None
-    num_graphs = len(bucket_sizes(config.max_num_seqs)) * len(draft_counts(most_drafts)) * _MODES
+    num_graphs = len(bucket_sizes(config.max_num_seqs)) * len(draft_counts(most_drafts)) * _MODES + _SINGLES
     memory = plan_memory(
         config, spec, draft_config, most_drafts, dtype=weight.dtype, device=device, num_graphs=num_graphs
     )  # fmt: skip
@@ -91,6 +92,7 @@ def build_core(
         device=device,
         kernels=kernels,
         graphs=config.graphs and on_cuda,
+        max_graphs=num_graphs,
         steps_ahead=int(config.async_scheduling and on_cuda),
         has_drafter=drafter is not None,
     )

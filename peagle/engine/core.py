@@ -59,19 +59,23 @@ class EngineCore:
         device: torch.device,
         kernels: str,
         graphs: bool,
+        max_graphs: int,
         steps_ahead: int,
         has_drafter: bool,
     ) -> None:
         """`num_drafts` is K, until `policy` is replaced by another way to choose it, up to the same K.
 
-        `steps_ahead` is how many steps may be launched and unread; `graphs` needs CUDA and kernels "triton"."""
+        `steps_ahead` is how many steps may be launched and unread; `graphs`, at most `max_graphs`, need CUDA and
+        kernels "triton"."""
         self.scheduler, self._speculative = scheduler, step
         self.policy: KPolicy = FixedK(num_drafts)
         self._state = step.state
         self._block_size, self.max_model_len = block_size, max_model_len
         self._kernels, self._steps_ahead, self._has_drafter = kernels, steps_ahead, has_drafter
         self.device, self.max_num_seqs = device, max_num_seqs
-        self._graphs = DecodeGraphs(self._verify, max_num_seqs, device, enabled=graphs) if kernels == "triton" else None
+        self._graphs = None
+        if kernels == "triton":
+            self._graphs = DecodeGraphs(self._verify, max_num_seqs, device, enabled=graphs, max_graphs=max_graphs)
         self._launched: deque[_Launched] = deque()
         self._step = 0
 
@@ -82,6 +86,11 @@ class EngineCore:
     def keep_masks(self, vocab_size: int) -> None:
         """Prepare for requests with a grammar. Raises PeagleError where there is no memory for it."""
         self._state.keep_masks(vocab_size)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many steps are captured."""
+        return 0 if self._graphs is None else self._graphs.num_captured
 
     @property
     def synthetic(self) -> SyntheticLengths | None:
@@ -144,11 +153,31 @@ class EngineCore:
     ) -> Iterator[tuple[int, int]]:
         """Compile and capture decode steps of every size, so that no request waits for it; yields the size and K of
         each step before it runs, the largest first: smaller ones find its memory. The default mode is greedy."""
-        for num_drafts in draft_counts:
-            for mode in modes:
+        for mode in sorted(modes, key=sum, reverse=True):
+            self._prepare(mode)
+            for num_drafts in sorted(draft_counts, reverse=True):
                 for size in reversed(bucket_sizes(self.max_num_seqs)):
                     yield size, num_drafts
                     self.run_padding(size, num_drafts, mode)
+
+    def modes_with_room(self, modes: Sequence[SamplingMode], num_counts: int) -> Sequence[SamplingMode]:
+        """Of these modes the first ones, as many as there may be graphs for, of every size and `num_counts` K."""
+        if self._graphs is None:
+            return modes
+        return modes[: max(1, self._graphs.max_graphs // (num_counts * len(bucket_sizes(self.max_num_seqs))))]
+
+    def settle(self) -> None:
+        """All that is common has been captured: steps of other modes run by these graphs, which do more than they
+        have to, rather than make the requests of now wait for a capture."""
+        if self._graphs is not None:
+            self._graphs.settle()
+
+    def _prepare(self, mode: SamplingMode) -> None:
+        """Make what steps of a mode read."""
+        if mode.penalised:
+            self.keep_history(self._speculative.vocab_size)
+        if mode.masked:
+            self.keep_masks(self._speculative.vocab_size)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Streams, events and captures are those of the current device, which need not be this engine's."""
@@ -203,7 +232,8 @@ class EngineCore:
     ) -> StepOutput:
         """`most_computed` says how far each request can be on the device, which only plans made by the host ask."""
         if self._graphs is not None:
-            return self._graphs.run(slots, num_drafts, mode)
+            out = self._graphs.run(slots, num_drafts, mode)
+            return out.only(drafts=mode.shows_drafts, logprobs=mode.scores)
         width = num_drafts + 1
         host = HostShape(
             np.full(len(slots), width), np.array(most_computed()) + width, self._state.host_tables[slots]

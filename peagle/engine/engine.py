@@ -24,6 +24,7 @@ from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
 from peagle.sampling import SamplingParams
 from peagle.structured.grammars import Grammars
+from peagle.structured.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +160,8 @@ class LLM:
     @cached_property
     def grammars(self) -> Grammars:
         """What compiles `structured_outputs`. Raises PeagleError without the extra `peagle[structured]`."""
-        return Grammars(self.tokenizer, self.target.spec.vocab_size, self.target.spec.eos_token_ids)
+        spec = self.target.spec
+        return Grammars(Vocabulary.of(self.tokenizer, spec.vocab_size, spec.eos_token_ids))
 
     def set_speculation(self, enabled: bool) -> None:
         """Turn drafting on or off between calls of `generate`; off, the same engine decodes one token a step."""

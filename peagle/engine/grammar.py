@@ -28,6 +28,21 @@ class Matcher(Protocol):
         """Take back so many accepted tokens."""
 
 
+class AnyText:
+    """The matcher of no grammar, for requests that warm up what those with one need."""
+
+    def fill(self, row_W: np.ndarray) -> None:
+        """See `Matcher`."""
+        row_W[:] = -1
+
+    def accept(self, _: int) -> bool:
+        """See `Matcher`."""
+        return True
+
+    def rollback(self, _: int) -> None:
+        """See `Matcher`."""
+
+
 def fill_rows(matcher: Matcher, drafts: Sequence[int], rows_RW: np.ndarray) -> int:
     """Fill the masks of a request's rows, row v after `drafts[:v]`; how many drafts the grammar allows.
 

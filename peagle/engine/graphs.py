@@ -2,6 +2,11 @@
 
 A graph is captured for each (bucket of requests, K, sampling mode) when it is first needed, or ahead of time by
 `warm_up`. A batch is padded to its bucket with slot -1, which computes and changes nothing that counts.
+
+There are more modes than one would keep graphs of. A step that does more than it has to, sampling where all are greedy
+or log-probabilities that nobody asks for, emits the same tokens: once all graphs are there that memory was planned for,
+or after `settle`, a step without a graph of its own runs by one that does more, and eagerly where there is none. So
+nothing has to be thrown away, and a server that is warm captures nothing amid traffic.
 """
 
 import logging
@@ -20,6 +25,16 @@ _log = logging.getLogger(__name__)
 _EAGER_CALLS = 2  # before a capture: kernels are compiled and the libraries' workspaces come about here
 
 Body = Callable[[Tensor, int, SamplingMode], StepOutput]  # (slot_B, K, mode) -> out
+
+
+EVERYTHING = SamplingMode(*(True for _ in SamplingMode._fields))  # stands in for every other mode
+COMMON_MODES = (  # to be captured ahead of traffic, the most needed ones first
+    SamplingMode(),
+    SamplingMode(drawn=True),
+    EVERYTHING,
+    SamplingMode(drawn=True, filtered=True),
+    SamplingMode(drawn=True, filtered=True, masked=True, shows_drafts=True),
+)
 
 
 class Key(NamedTuple):
@@ -48,16 +63,21 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Runs `body` on batches of slots, captured where that works."""
+    """Runs `body` on batches of slots, captured where that works, as `max_graphs` graphs at most."""
 
-    def __init__(self, body: Body, max_num_seqs: int, device: torch.device, *, enabled: bool) -> None:
+    def __init__(
+        self, body: Body, max_num_seqs: int, device: torch.device, *, enabled: bool, max_graphs: int = 64
+    ) -> None:
         self._body, self._device, self._enabled = body, device, enabled
         self._buckets = bucket_sizes(max_num_seqs)
-        self._captured: dict[Key, _Captured | None] = {}
+        self.max_graphs = max_graphs
+        self._settled = False
+        self._captured: dict[Key, _Captured] = {}
+        self._chosen: dict[Key, _Captured | None] = {}  # what steps run by, their own graph or another's; None: eagerly
         self._slots: dict[int, Tensor] = {}  # what a bucket's graphs read, filled up with -1
         self._batches: dict[int, bytes] = {}  # the slots that are there now
         self._pool: Any = None  # memory that all graphs share: only one runs at a time
-        self._stream = torch.cuda.Stream(device) if enabled else None
+        self._stream: torch.cuda.Stream | None = None
 
     def run(self, slots: np.ndarray, num_drafts: int, mode: SamplingMode) -> StepOutput:
         """The body's output for these slots, rows of padding included; good until the next run."""
@@ -65,14 +85,43 @@ class DecodeGraphs:
         slot_B = self._fill(bucket, slots)
         if not self._enabled:
             return self._body(slot_B, num_drafts, mode)
-        key = Key(bucket, num_drafts, mode)
-        if key not in self._captured:
-            self._captured[key] = self._capture(key)
-        captured = self._captured[key]
+        captured = self._graph(Key(bucket, num_drafts, mode))
         if captured is None:
             return self._body(slot_B, num_drafts, mode)
         captured.graph.replay()
         return captured.out
+
+    @property
+    def num_captured(self) -> int:
+        """How many graphs there are."""
+        return len(self._captured)
+
+    def settle(self) -> None:
+        """From now on capture only steps that no graph can stand in for."""
+        self._settled = True
+
+    def _graph(self, key: Key) -> _Captured | None:
+        """What a step runs by."""
+        if key not in self._chosen:
+            is_full = len(self._captured) >= self.max_graphs
+            found = self._wider(key) if self._settled or is_full else None
+            if found is None and not is_full:
+                found = self._capture(key)
+                if found is not None:
+                    self._captured[key] = found
+            self._chosen[key] = found or self._wider(key)
+            if is_full and found is None:
+                _log.warning(
+                    "%d steps are captured as CUDA graphs, as many as memory was planned for: those of %d requests "
+                    "with %d drafts and %s run without one, slower",
+                    self.max_graphs, key.bucket, key.num_drafts, key.mode.describe(),
+                )  # fmt: skip
+        return self._chosen[key]
+
+    def _wider(self, key: Key) -> _Captured | None:
+        """The graph of the same size that does what `key` asks, and the least besides."""
+        wider = [k for k in self._captured if k[:2] == key[:2] and k.mode.includes(key.mode)]
+        return self._captured[min(wider, key=lambda k: sum(k.mode))] if wider else None
 
     def _fill(self, bucket: int, slots: np.ndarray) -> Tensor:
         """The bucket's slots on the device; copied only when they are not there from the step before."""
@@ -95,6 +144,7 @@ class DecodeGraphs:
             for _ in range(_EAGER_CALLS):
                 self._body(slot_B, key.num_drafts, key.mode)
             torch.cuda.synchronize(self._device)
+            self._stream = self._stream or torch.cuda.Stream(self._device)
             graph = torch.cuda.CUDAGraph()
             capture = torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"

@@ -12,6 +12,8 @@ from peagle.engine.kv_cache import PagedCache
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import scratch_bytes
 from peagle.kernels.paged_decode import most_scratch_bytes
+from peagle.kernels.penalties import TokenHistory
+from peagle.kernels.token_masks import TokenMasks
 from peagle.models.spec import ModelSpec
 
 _SHARE_OF_HOST = 0.25
@@ -103,7 +105,9 @@ def plan_memory(
         per_token += PagedCache.bytes_per_slot(drafter.num_layers, drafter.num_kv_heads, drafter.head_dim, dtype)
     budget = int(memory.total * (config.gpu_memory_utilization if on_gpu else _SHARE_OF_HOST))
     in_use = memory.total - memory.free
-    activations = activation_bytes(spec, drafter, config, num_drafts, dtype) if on_gpu else 0
+    activations = 0
+    if on_gpu:
+        activations = activation_bytes(spec, drafter, config, num_drafts, dtype) + slot_bytes(spec, config, num_drafts)
     graphs = graph_bytes(spec, drafter, config, num_drafts, dtype, num_graphs) if on_gpu and config.graphs else 0
     wanted = config.max_num_seqs * -(-context // config.block_size)
     room = budget - in_use - activations - graphs
@@ -135,6 +139,13 @@ def activation_bytes(
     prompts = min(seqs, tokens)  # whose chunks end in the pass
     prefill = _step_bytes(spec, drafter, config, num_drafts, dtype, tokens, prompts, prompts)
     return int(_SAFETY * max(prefill, _decode_bytes(spec, drafter, config, num_drafts, dtype))) + _WORKSPACE
+
+
+def slot_bytes(spec: ModelSpec, config: EngineConfig, num_drafts: int) -> int:
+    """What is kept for each slot once a request has penalties or a grammar, which any may have."""
+    return TokenHistory.num_bytes(config.max_num_seqs, spec.vocab_size) + TokenMasks.num_bytes(
+        config.max_num_seqs, num_drafts + 1, spec.vocab_size
+    )
 
 
 def graph_bytes(

@@ -27,6 +27,10 @@ class StepOutput(NamedTuple):
     logprobs: RowLogprobs | None = None
     prompt_logprobs: RowLogprobs | None = None
 
+    def only(self, *, drafts: bool, logprobs: bool) -> "StepOutput":
+        """Without what nobody asks for: the step may have been one that does more."""
+        return self._replace(drafts_BK=self.drafts_BK if drafts else None, logprobs=self.logprobs if logprobs else None)
+
     def each(self, move: Callable[[Tensor], Tensor]) -> "StepOutput":
         """A copy with every tensor moved."""
         both = [None if rows is None else RowLogprobs(*map(move, rows)) for rows in self[2:]]

@@ -29,6 +29,14 @@ class SamplingMode(NamedTuple):
     shows_drafts: bool = False
     scores: bool = False  # log-probabilities of what is emitted
 
+    def includes(self, other: "SamplingMode") -> bool:
+        """Whether a step of this mode does all that one of the other does."""
+        return all(mine or not theirs for mine, theirs in zip(self, other, strict=True))
+
+    def describe(self) -> str:
+        """For a log."""
+        return ", ".join(name for name, on in zip(self._fields, self, strict=True) if on) or "greedy"
+
     @classmethod
     def of(cls, requests: Iterable[Request]) -> Self:
         """The mode of a batch."""

@@ -84,6 +84,11 @@ class SpeculativeStep:
         self._attention, self._kernels = attention, kernels
         self.synthetic = synthetic
 
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self._target.spec.vocab_size
+
     def run(self, rows: Rows, num_drafts: int, mode: SamplingMode) -> StepOutput:
         """Accept, draft `num_drafts` tokens, move the slots on. A prompt's chunk emits its next token, V = 1, real
         where the chunk is its last."""

@@ -29,6 +29,7 @@ class TokenHistory:
         self.counts_SV = torch.zeros(rows, dtype=torch.int32, device=device)
         self.bias_SV = torch.zeros(rows, dtype=torch.float32, device=device)
         # repetition, frequency, presence, and 1 where the slot's row of the bias is to be read
+        self._changed: set[int] = set()  # slots with other factors than these
         self.factors_S4 = torch.tensor([1.0, 0.0, 0.0, 0.0]).repeat(num_slots + 1, 1).to(device)
 
     @staticmethod
@@ -43,10 +44,14 @@ class TokenHistory:
 
         Also for requests without penalties: the slot may hold those of the request before.
         """
+        if not params.penalised and slot not in self._changed:
+            return
+        self._changed.add(slot)
         bias = params.logit_bias or {}
         factors = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty, float(bool(bias)))
         self.factors_S4[slot] = self._upload(factors, torch.float32)
         if not params.penalised:
+            self._changed.remove(slot)
             return
         self.prompt_SV[slot].zero_().index_fill_(0, self._upload(prompt_ids, torch.int64), True)
         output_O = self._upload(output_ids, torch.int64)

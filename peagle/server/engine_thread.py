@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from peagle.engine.engine import LLM
-from peagle.engine.graphs import bucket_sizes
 from peagle.engine.outputs import Logprobs, ScoredToken, ShownRound, scored_tokens
 from peagle.engine.request import Request, RequestOutput
-from peagle.engine.slots import SamplingMode
-from peagle.engine.speculation import TableK, draft_counts
 from peagle.engine.text import MeasuredStream
+from peagle.engine.warm_up import WarmUp
 from peagle.errors import PeagleError, one_line
 from peagle.sampling import SamplingParams
 from peagle.server.activity import ActivityLog, Finished, Snapshot
@@ -119,9 +117,13 @@ class _Live:
 class EngineThread:
     """Runs an `LLM` for many threads at once. Once it is started, nobody else may use the `LLM`'s core."""
 
-    def __init__(self, llm: LLM, *, max_waiting: int = 256, observer: "Metrics | None" = None) -> None:
-        """`max_waiting`: the most requests that wait for a slot; more are refused. `observer` gets all numbers."""
+    def __init__(
+        self, llm: LLM, *, max_waiting: int = 256, observer: "Metrics | None" = None, warm_up: str = "all"
+    ) -> None:
+        """`max_waiting`: the most requests that wait for a slot; more are refused. `observer` gets all numbers.
+        `warm_up` is the kinds of steps that `WarmUp` captures."""
         self.llm, self._core = llm, llm.core
+        self._warm_up = WarmUp(llm, self.make_request, warm_up)
         self._max_waiting, self._observer = max_waiting, observer
         self._thread = threading.Thread(target=self._main, name="peagle-engine", daemon=True)
         self._failure: BaseException | None = None
@@ -247,7 +249,9 @@ class EngineThread:
         try:
             if self._core.device.type == "cuda":
                 torch.cuda.set_device(self._core.device)  # holds per thread
-            self._warm_up()
+            began = time.perf_counter()
+            self._warm_up.run(lambda: self._deadline is not None)
+            _log.info("the engine is ready, after a warm-up of %.1f s", time.perf_counter() - began)
             self._ready.set()
             while self._take_calls():
                 if self._core.has_work:
@@ -256,32 +260,6 @@ class EngineThread:
             _log.exception("the engine failed: no request can be served any more")
             self._failure = error
         self._close()
-
-    def _warm_up(self) -> None:
-        """Whatever compiles or is captured does so now; then one request, as the proof that requests succeed."""
-        policy, began = self._core.policy, time.perf_counter()
-        if self._core.device.type == "cuda":
-            sizes = range(1, self._core.max_num_seqs + 1)
-            table = {policy.choose(size) for size in sizes} if isinstance(policy, TableK) else None
-            drafts = sorted(table or draft_counts(policy.max_drafts))
-            total = len(drafts) * len(bucket_sizes(self._core.max_num_seqs))
-            for number, (size, num_drafts) in enumerate(self._core.warm_up(drafts), 1):
-                _log.info("warming up, %d of %d: steps of %d requests with %d drafts", number, total, size, num_drafts)
-                self._core.run_padding(size, num_drafts, SamplingMode(drawn=True))
-                if self._deadline is not None:
-                    return
-            self._warm_up_page()
-        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
-        self._core.add(self.make_request([0], params))
-        while self._core.has_work:
-            self._core.step()
-        _log.info("the engine is ready, after a warm-up of %.1f s", time.perf_counter() - began)
-
-    def _warm_up_page(self) -> None:
-        """The steps of one request alone that is traced, with drafts and without, as the page asks for them."""
-        for num_drafts in {0, self._core.policy.max_drafts}:
-            for drawn in (False, True):
-                self._core.run_padding(1, num_drafts, SamplingMode(drawn=drawn, shows_drafts=True))
 
     def _take_calls(self) -> bool:
         """Wait until there is something to do and run what the inbox holds; False when it is time to end."""

@@ -11,7 +11,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -44,38 +44,41 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
     from peagle.server.app import make_app
     from peagle.server.engine_thread import EngineThread
     from peagle.server.metrics import Metrics
+    from peagle.server.structured import trials_of
 
     _check_certificate(config)
     _log_to_stderr(config.log_level)
     if config.trust_remote_code:
         message = "--trust-remote-code has no effect: code that comes with a model is never run"
         console.print(message, style="yellow", soft_wrap=True)
-    with bind(config.host, config.port) as sock:
+    with bind(config.host, config.port) as sock, ExitStack() as ends:
         console.print(f"loading {model}", highlight=False, soft_wrap=True)
         began = time.perf_counter()
         llm = load()
         console.print(f"loaded in {time.perf_counter() - began:.1f} s, {_sizes(llm)}", highlight=False, soft_wrap=True)
         name = config.served_model_name or llm.target.name
         metrics = Metrics(name)
-        engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics)
+        end_trials = ends.enter_context(trials_of(llm))
+        engine = EngineThread(llm, max_waiting=config.max_waiting, observer=metrics, warm_up=config.warm_up)
+        ends.callback(engine.stop, 0.0)
         engine.start()
-        try:
-            while not engine.is_ready:
-                if engine.failure is not None:
-                    raise PeagleError(f"the engine failed in its first steps: {one_line(engine.failure)}")
-                time.sleep(0.05)
-            listen(sock)
-            _announce(sock, name, config, console)
-            run_server(make_app(engine, llm, config, metrics), engine, config, sock)
-        finally:
-            engine.stop(0.0)
+        while not engine.is_ready:
+            if engine.failure is not None:
+                raise PeagleError(f"the engine failed in its first steps: {one_line(engine.failure)}")
+            time.sleep(0.05)
+        listen(sock)
+        _announce(sock, name, config, console)
+        run_server(make_app(engine, llm, config, metrics), engine, config, sock, end_trials)
     if engine.failure is not None:
         sys.exit(1)  # its traceback is in the log; who watches over the process starts it again
     console.print("stopped")
 
 
-def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) -> None:
-    """Serve on a listening socket until a signal; the engine is stopped when this returns."""
+def run_server(
+    app: Any, engine: Any, config: ServeConfig, sock: socket.socket, on_shutdown: Callable[[], None] = lambda: None
+) -> None:
+    """Serve on a listening socket until a signal; the engine is stopped when this returns. `on_shutdown` is called
+    first: what only begins a request is of no use any more."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -92,6 +95,7 @@ def run_server(app: Any, engine: Any, config: ServeConfig, sock: socket.socket) 
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             _log.info("shutting down: no more requests; running ones get up to %g s", config.drain_seconds)
+            on_shutdown()
             stopping = asyncio.create_task(asyncio.to_thread(engine.stop, config.drain_seconds))
             await super().shutdown(sockets)
             if self.force_exit:

@@ -92,7 +92,11 @@ class Service:
         if asked is None:
             return None
         name, outputs = asked
-        await self.compiler.compile(lambda: self.llm.grammars.compile(outputs), name)
+        try:
+            grammars = self.llm.grammars
+        except PeagleError as error:
+            raise ApiError(400, f"{name}: {error}", param=name) from None
+        await self.compiler.compile(grammars, outputs, name)
         return outputs
 
     def requests(

@@ -1,20 +1,26 @@
 """Fields that say what an answer must be: `response_format` and vLLM's, and their way to a grammar."""
 
 import asyncio
-import threading
-from collections.abc import Callable
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from peagle.errors import PeagleError
+from peagle.engine.engine import LLM
+from peagle.errors import PeagleError, Unavailable
 from peagle.server.body import Body
 from peagle.server.errors import ApiError
+from peagle.structured.grammars import Grammars
 from peagle.structured.outputs import StructuredOutputs
+from peagle.structured.trials import Trials
 
-COMPILE_SECONDS = 10.0
-MAX_COMPILING = 2  # at once; one that hangs occupies its place
+_log = logging.getLogger(__name__)
+
+MAX_COMPILING = 4  # at once; one that hangs occupies its place until its time is over
+WAIT_SECONDS = 10.0  # for a place
 
 Schema = dict[str, Any] | bool
 
@@ -100,37 +106,53 @@ class StructuredFields(Body):
 
 
 class Compiler:
-    """Compiles grammars in threads of their own, a few at a time, none longer than somebody waits."""
+    """Has grammars compiled in threads, a few at a time. How long one may take is up to the grammars' trials."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(MAX_COMPILING)
+        self._threads = ThreadPoolExecutor(MAX_COMPILING, "peagle-grammar")
+        self._running: dict[StructuredOutputs, asyncio.Task[None]] = {}
 
-    async def compile(self, make: Callable[[], object], name: str) -> None:
-        """Have `make` compile a grammar; a 400 about the field `name` if it is not usable, or not in time."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def work() -> None:
-            error: Exception | None = None
-            try:
-                make()
-            except Exception as caught:
-                error = caught
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(finish, error)
-
-        def finish(error: Exception | None) -> None:
-            self._places.release()
-            if not done.done():
-                done.set_result(None) if error is None else done.set_exception(error)
-
+    async def compile(self, grammars: Grammars, asked: StructuredOutputs, name: str) -> None:
+        """Have a grammar compiled unless it is kept; a 400 about the field `name` if it is not usable, a 503 if there
+        is no room for its compilation."""
         try:
-            async with asyncio.timeout(COMPILE_SECONDS):
-                await self._places.acquire()
-                threading.Thread(target=work, name="peagle-grammar", daemon=True).start()
-                await done
-        except TimeoutError:
-            message = f"{name} takes more than {COMPILE_SECONDS:g} seconds to compile: use a simpler one"
-            raise ApiError(400, message, param=name) from None
+            if grammars.kept(asked) is None:
+                await asyncio.shield(self._task(grammars, asked))
+        except Unavailable as error:
+            raise ApiError(503, f"{name}: {error}", code="unavailable", headers={"Retry-After": "5"}) from None
         except PeagleError as error:
             raise ApiError(400, f"{name}: {error}", param=name) from None
+
+    def _task(self, grammars: Grammars, asked: StructuredOutputs) -> asyncio.Task[None]:
+        """The compilation under way; requests that ask for the same share it, and none of them ends it by leaving."""
+        if asked not in self._running:
+            task = self._running[asked] = asyncio.create_task(self._compile(grammars, asked))
+            task.add_done_callback(lambda _: self._running.pop(asked))
+        return self._running[asked]
+
+    async def _compile(self, grammars: Grammars, asked: StructuredOutputs) -> None:
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._places.acquire()
+        except TimeoutError:
+            message = f"{MAX_COMPILING} grammars are compiled already, as many as may be at once: try again later"
+            raise Unavailable(message) from None
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, grammars.compile, asked)
+        finally:
+            self._places.release()
+
+
+@contextmanager
+def trials_of(llm: LLM) -> Iterator[Callable[[], None]]:
+    """A server's grammars are tried out in processes that can be stopped, which end with it; yields what ends them
+    earlier."""
+    try:
+        grammars = llm.grammars
+    except PeagleError as error:
+        _log.info("no structured outputs: %s", error)
+        yield lambda: None
+        return
+    with Trials(grammars.vocabulary) as grammars.trials:
+        yield grammars.trials.close

@@ -4,152 +4,80 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from peagle.errors import PeagleError
-from peagle.kernels.token_masks import num_words
+from peagle.errors import PeagleError, Unavailable
 from peagle.structured.outputs import StructuredOutputs
+from peagle.structured.trials import Trials
+from peagle.structured.vocabulary import GrammarMatcher, Vocabulary
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-MOST_KEPT = 128  # compiled grammars
-_THREADS = 2  # of one compilation
-_TRIAL_STEPS = 64
-_SLOWEST_STEP = 0.1  # seconds
+MOST_KEPT = 128  # compiled grammars, and as many that were refused
+MOST_KEPT_BYTES = 512 * 2**20
+REFUSED_SECONDS = 60.0
 
 
 class Grammars:
-    """Compiles for one tokenizer and model; from any thread. A compilation lets other threads run."""
+    """The grammars of one model; from any thread.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises PeagleError without the extra, and for a model that could not end its text."""
-        if find_spec("xgrammar") is None:
-            raise PeagleError("structured_outputs needs the package xgrammar: pip install 'peagle[structured]'")
-        if not eos_token_ids:
-            raise PeagleError("structured_outputs needs a model with an end-of-text token: its config names none")
-        import xgrammar
+    With `trials`, each is first compiled and tried out in a process that can be stopped. What passed is compiled again
+    here: that takes a tenth of the time that sending the result would.
+    """
 
-        self._vocab_size, self._stop_ids = vocab_size, sorted(eos_token_ids)
-        info = _token_info(tokenizer, vocab_size, self._stop_ids)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
+    def __init__(self, vocabulary: Vocabulary, trials: Trials | None = None) -> None:
+        self.vocabulary, self.trials = vocabulary, trials
         self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._refused: OrderedDict[StructuredOutputs, tuple[float, str]] = OrderedDict()
+        self._bytes = 0  # of those that are kept
         self._lock = threading.Lock()
+
+    def kept(self, asked: StructuredOutputs) -> Any | None:
+        """The grammar if it is there. PeagleError if it was refused less than a minute ago: to find out again takes as
+        long as it did the first time."""
+        with self._lock:
+            until, why = self._refused.get(asked, (0.0, ""))
+            if time.monotonic() < until:
+                raise PeagleError(why)
+            if asked in self._kept:
+                self._kept.move_to_end(asked)
+            return self._kept.get(asked)
 
     def compile(self, asked: StructuredOutputs) -> Any:
         """The grammar; PeagleError that says what is wrong with it."""
-        with self._lock:
-            if asked in self._kept:
-                self._kept.move_to_end(asked)
-                return self._kept[asked]
-        tag = json.dumps({"type": "structural_tag", "format": asked.format()})
+        if (compiled := self.kept(asked)) is not None:
+            return compiled
         try:
-            compiled = self._compiler.compile_structural_tag(tag)
-        except (RuntimeError, ValueError) as error:
-            raise PeagleError(f"{asked.kind} is not usable ({_reason(error)}): correct it") from None
-        self._try_out(compiled, asked.kind)
-        with self._lock:
-            self._kept[asked] = compiled
-            while len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
+            compiled = self._make(asked.kind, json.dumps(asked.format()))
+        except Unavailable:
+            raise
+        except PeagleError as error:
+            self._refuse(asked, str(error))
+            raise
+        self._keep(asked, compiled)
         return compiled
 
-    def matcher(self, asked: StructuredOutputs) -> "GrammarMatcher":
+    def matcher(self, asked: StructuredOutputs) -> GrammarMatcher:
         """A fresh matcher at the beginning of the grammar."""
-        return GrammarMatcher(self.compile(asked), self._stop_ids, self._vocab_size)
+        return self.vocabulary.matcher(self.compile(asked))
 
-    def _try_out(self, compiled: Any, kind: str) -> None:
-        """Follow the grammar for a few tokens, at random. PeagleError if it cannot even begin, or takes so long that
-        all other requests of an engine would wait for it."""
-        matcher = GrammarMatcher(compiled, self._stop_ids, self._vocab_size)
-        rng, row_W = np.random.default_rng(0), np.empty(num_words(self._vocab_size), dtype=np.int32)
-        for step in range(_TRIAL_STEPS):
-            began = time.thread_time()  # of this thread alone: the machine may be busy
-            matcher.fill(row_W)
-            bits_V = np.unpackbits(row_W.view(np.uint8), bitorder="little")[: self._vocab_size]
-            bits_V[self._stop_ids] = 0
-            if not bits_V.any():
-                if step:
-                    return
-                raise PeagleError(f"{kind} allows nothing that the tokens of this model can write: use another one")
-            matcher.accept(int(rng.choice(np.flatnonzero(bits_V))))
-            seconds = time.thread_time() - began
-            if seconds > _SLOWEST_STEP:
-                raise PeagleError(
-                    f"{kind} can be read in too many ways: a step took {seconds:.2f} seconds, and it may take "
-                    f"{_SLOWEST_STEP}; put fewer repetitions into each other"
-                )
+    def _make(self, kind: str, form: str) -> Any:
+        if self.trials is not None:
+            self.trials.run(kind, form)
+            return self.vocabulary.compile(kind, form)
+        compiled = self.vocabulary.compile(kind, form)
+        self.vocabulary.try_out(compiled, kind)
+        return compiled
 
+    def _keep(self, asked: StructuredOutputs, compiled: Any) -> None:
+        with self._lock:
+            if asked in self._kept:  # another thread was faster
+                return
+            self._kept[asked] = compiled
+            self._bytes += compiled.memory_size_bytes
+            while len(self._kept) > MOST_KEPT or (self._bytes > MOST_KEPT_BYTES and len(self._kept) > 1):
+                self._bytes -= self._kept.popitem(last=False)[1].memory_size_bytes
 
-class GrammarMatcher:
-    """`peagle.engine.grammar.Matcher` over xgrammar's. Past the end, and where the vocabulary has no way on, the only
-    way is to end the text, which may then be said again and again."""
-
-    def __init__(self, compiled: Any, stop_ids: Sequence[int], vocab_size: int) -> None:
-        import xgrammar
-
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._stop_ids = frozenset(stop_ids)
-        self._only_stop_W = np.zeros(num_words(vocab_size), dtype=np.int32)
-        bits_W = self._only_stop_W.view(np.uint32)
-        for token in stop_ids:
-            bits_W[token // 32] |= np.uint32(1 << token % 32)
-        self._past_end = 0  # tokens taken after the end
-
-    def fill(self, row_W: np.ndarray) -> None:
-        """See `Matcher`."""
-        if not self._fill(row_W):
-            row_W[:] = self._only_stop_W
-
-    def accept(self, token_id: int) -> bool:
-        """See `Matcher`."""
-        if not self._past_end and not self._matcher.is_terminated() and self._matcher.accept_token(token_id):
-            return True
-        if token_id not in self._stop_ids or self._fill(np.empty_like(self._only_stop_W)):
-            return False
-        self._past_end += 1
-        return True
-
-    def rollback(self, count: int) -> None:
-        """See `Matcher`."""
-        behind = min(count, self._past_end)
-        self._past_end -= behind
-        if count > behind:
-            self._matcher.rollback(count - behind)
-
-    def _fill(self, row_W: np.ndarray) -> bool:
-        """Fill with what the grammar allows; False if that is nothing."""
-        if self._past_end or self._matcher.is_terminated():
-            return False
-        row_W[:] = -1
-        self._matcher.fill_next_token_bitmask(row_W[None])
-        return bool(row_W.any())
-
-
-def _token_info(tokenizer: "PreTrainedTokenizerFast", vocab_size: int, stop_ids: list[int]) -> Any:
-    """xgrammar's view of the vocabulary. Tokens that no text shows are none that a grammar can use."""
-    import xgrammar
-
-    found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
-    hidden = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    words = [""] * vocab_size
-    for word, token in tokenizer.get_vocab().items():
-        if token < vocab_size and token not in hidden:
-            words[token] = word
-    return xgrammar.TokenizerInfo(
-        words,
-        found.vocab_type,
-        vocab_size=vocab_size,
-        stop_token_ids=stop_ids,
-        add_prefix_space=found.add_prefix_space,
-    )
-
-
-def _reason(error: Exception) -> str:
-    """xgrammar's message without the place in its source."""
-    text = " ".join(str(error).split())
-    return text.split(": ", 1)[-1] if ".cc:" in text else text
+    def _refuse(self, asked: StructuredOutputs, why: str) -> None:
+        with self._lock:
+            self._refused[asked] = time.monotonic() + REFUSED_SECONDS, why
+            while len(self._refused) > MOST_KEPT:
+                self._refused.popitem(last=False)

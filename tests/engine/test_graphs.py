@@ -1,11 +1,17 @@
 """Steps as CUDA graphs: the buckets, and on a GPU the same tokens as the eager twin without one wait of the host."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
-from peagle.engine.graphs import bucket_sizes
+from peagle.engine.grammar import AnyText
+from peagle.engine.graphs import COMMON_MODES, EVERYTHING, DecodeGraphs, Key, _Captured, bucket_sizes
+from peagle.engine.outputs import StepOutput
+from peagle.engine.request import RequestOutput
 from peagle.engine.slots import SamplingMode
+from peagle.engine.warm_up import WarmUp
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
 
@@ -35,6 +41,182 @@ def test_a_step_of_padding_alone_changes_nothing():
         assert torch.equal(old, new)
     assert not state.last_token[-1]
     assert not state.num_computed[-1]
+
+
+def all_modes() -> list[SamplingMode]:
+    """Every mode that a batch can have: filters are of drawn requests, and masks need the drafts."""
+    every = [SamplingMode(*flags) for flags in itertools.product((False, True), repeat=len(SamplingMode._fields))]
+    return [m for m in every if m.drawn >= m.filtered and m.shows_drafts >= m.masked]
+
+
+class FakeGraphs(DecodeGraphs):
+    """On the CPU. A step's output is a number for its key, and who ran it."""
+
+    def __init__(self, max_graphs: int) -> None:
+        super().__init__(self._eager, 6, torch.device("cpu"), enabled=True, max_graphs=max_graphs)
+        self.ran: list[tuple[str, Key]] = []
+        self.has_memory = True
+
+    def _eager(self, slot_B: torch.Tensor, num_drafts: int, mode: SamplingMode) -> StepOutput:
+        self.ran.append(("eager", Key(len(slot_B), num_drafts, mode)))
+        return StepOutput(slot_B)
+
+    def _capture(self, key: Key) -> _Captured | None:
+        class Graph:
+            replay = staticmethod(lambda: self.ran.append(("graph", key)))
+
+        if not self.has_memory:
+            return None
+        self.ran.append(("capture", key))
+        return _Captured(Graph(), StepOutput(torch.tensor(0)))  # type: ignore[arg-type]
+
+    def ask(self, mode: SamplingMode, size: int = 2, num_drafts: int = 3) -> list[tuple[str, Key]]:
+        """What a step leads to."""
+        self.ran.clear()
+        self.run(np.arange(size), num_drafts, mode)
+        return list(self.ran)
+
+
+PLAIN, DRAWN, SCORED = SamplingMode(), SamplingMode(drawn=True), SamplingMode(scores=True)
+
+
+def test_everything_stands_in_for_every_mode():
+    assert all(EVERYTHING.includes(mode) for mode in all_modes())
+    assert all(mode in all_modes() for mode in COMMON_MODES)
+    assert not PLAIN.includes(DRAWN)
+    assert DRAWN.includes(PLAIN)
+    assert not DRAWN.includes(SCORED)
+    assert EVERYTHING.describe() == "drawn, filtered, penalised, masked, shows_drafts, scores"
+    assert PLAIN.describe() == "greedy"
+
+
+def test_until_settled_every_mode_has_its_own_graph():
+    graphs = FakeGraphs(100)
+    for mode in (EVERYTHING, *all_modes()[:-1]):
+        assert graphs.ask(mode) == [("capture", Key(2, 3, mode)), ("graph", Key(2, 3, mode))]
+        assert graphs.ask(mode) == [("graph", Key(2, 3, mode))]
+
+
+def test_settled_graphs_stand_in_and_nothing_is_captured():
+    graphs = FakeGraphs(100)
+    for mode in COMMON_MODES:
+        graphs.ask(mode)
+    graphs.settle()
+    for mode in all_modes():
+        ((how, by),) = graphs.ask(mode)
+        assert how == "graph"
+        assert by.mode.includes(mode)
+        assert sum(by.mode) == min(sum(m) for m in COMMON_MODES if m.includes(mode)), "a costlier one than needed"
+    assert graphs.num_captured == len(COMMON_MODES)
+    # Another size or K has no graph to stand in: it gets its own.
+    assert graphs.ask(SCORED, size=3) == [("capture", Key(3, 3, SCORED)), ("graph", Key(3, 3, SCORED))]
+    assert graphs.ask(PLAIN, num_drafts=0)[0][0] == "capture"
+
+
+def test_no_more_graphs_than_planned(caplog):
+    graphs = FakeGraphs(2)
+    graphs.ask(PLAIN)
+    graphs.ask(EVERYTHING, size=1)
+    for _ in range(2):
+        assert graphs.ask(DRAWN) == [("eager", Key(2, 3, DRAWN))]
+        assert graphs.ask(DRAWN, size=1) == [("graph", Key(1, 3, EVERYTHING))]
+        assert graphs.ask(PLAIN) == [("graph", Key(2, 3, PLAIN))]
+    assert graphs.num_captured == 2
+    assert [record.message for record in caplog.records] == [
+        "2 steps are captured as CUDA graphs, as many as memory was planned for: those of 2 requests with 3 drafts and "
+        "drawn run without one, slower"
+    ]
+
+
+def test_without_memory_for_its_graph_a_wider_one_runs():
+    graphs = FakeGraphs(100)
+    graphs.ask(EVERYTHING)
+    graphs.has_memory = False
+    assert graphs.ask(DRAWN) == [("graph", Key(2, 3, EVERYTHING))]
+    assert graphs.ask(DRAWN, size=3) == [("eager", Key(3, 3, DRAWN))]
+    assert graphs.num_captured == 1
+
+
+def mixed_params(i: int) -> SamplingParams:
+    """All kinds of requests in turn."""
+    kind = i % 6
+    return SamplingParams(
+        max_tokens=12, temperature=0.0 if kind in (0, 3) else 0.9, seed=i, top_p=0.7 if kind == 2 else 1.0,
+        presence_penalty=0.8 if kind == 3 else 0.0, logprobs=3 if kind == 4 else None, show_drafts=kind == 5,
+    )  # fmt: skip
+
+
+def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for ours, other in zip(outputs, expected, strict=True):
+        assert ours.token_ids == other.token_ids
+        assert ours.trace == other.trace
+        assert (ours.logprobs is None) == (other.logprobs is None)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_step_that_does_more_changes_nothing(alone: bool):
+    """Requests of each kind, side by side and alone: their steps as they are, and as steps of every kind at once."""
+    prompts = random_prompts(6 if alone else 12, seed=3)
+    params = [mixed_params(i) for i in range(len(prompts))]
+    llm, plain = tiny_llm(3), tiny_llm(3)
+    vocab = llm.target.spec.vocab_size
+    llm.core.keep_history(vocab)
+    llm.core.keep_masks(vocab)
+    modes, run = [], llm.core._run_decode
+
+    def more(slots, num_drafts, mode, most_computed):
+        modes.append(mode)
+        out = run(slots, num_drafts, EVERYTHING, most_computed)
+        return out.only(drafts=mode.shows_drafts, logprobs=mode.scores)
+
+    llm.core._run_decode = more
+    batches = [[i] for i in range(len(prompts))] if alone else [range(len(prompts))]
+    for batch in batches:
+        given = [prompts[i] for i in batch], [params[i] for i in batch]
+        assert_same(llm.generate(*given), plain.generate(*given))
+    assert EVERYTHING not in modes
+    assert len(set(modes)) > 4 * alone
+
+
+def test_any_text_is_no_grammar():
+    llm, params = tiny_llm(3), SamplingParams(max_tokens=20, temperature=0.9, seed=1)
+    expected = tiny_llm(3).generate([[5, 6]], params)[0].token_ids
+    request = llm.make_request([5, 6], params)
+    llm.core.keep_masks(llm.target.spec.vocab_size)
+    request.matcher = AnyText()
+    llm.core.add(request)
+    while llm.core.has_work:
+        llm.core.step()
+    assert request.output_ids == expected
+
+
+@pytest.mark.parametrize("kinds", ["all", "basic"])
+def test_warming_up_leaves_nothing_out(kinds: str, monkeypatch):
+    """What a GPU's warm-up does, on the CPU: every mode, size and K, and penalties and masks are there."""
+    llm = tiny_llm(3, max_num_seqs=3)
+    ran, run = [], llm.core.run_padding
+    monkeypatch.setattr(llm.core, "run_padding", lambda *key: ran.append(key) or run(*key))
+    warm_up = WarmUp(llm, llm.make_request, kinds)
+    warm_up._capture(lambda: False)
+    modes = COMMON_MODES if kinds == "all" else COMMON_MODES[:2]
+    assert sorted(ran) == sorted((size, 3, mode) for size in (1, 2, 3) for mode in modes)
+    assert [sum(mode) for _, _, mode in ran] == sorted((sum(mode) for _, _, mode in ran), reverse=True)
+    assert (llm.core._state.history is not None) == (llm.core._state.masks is not None) == (kinds == "all")
+    warm_up._capture_page()
+    warm_up._compile_prompts()
+    ran.clear()
+    warm_up._capture(lambda: len(ran) == 2)
+    assert len(ran) == 2
+    assert not llm.core.has_work
+    assert llm.core.num_graphs == 0
+
+
+def test_modes_that_there_is_room_for(monkeypatch):
+    core = tiny_llm(3, max_num_seqs=3).core
+    assert core.modes_with_room(COMMON_MODES, 4) == COMMON_MODES
+    for most, count in ((100, 5), (12 * 5, 5), (12 * 3 + 4, 3), (12, 1), (1, 1)):
+        monkeypatch.setattr(core, "_graphs", FakeGraphs(most))
+        assert core.modes_with_room(COMMON_MODES, 4) == COMMON_MODES[:count]
 
 
 class TestOnGpu:
@@ -109,6 +291,33 @@ class TestOnGpu:
         assert all(len(r.output_ids) >= 10 for r in core.scheduler.running)
         core.abort_all()
 
+    @pytest.mark.parametrize("parallel", [True, False])
+    def test_a_warm_engine_captures_nothing_more(self, parallel: bool):
+        """Whatever is asked, alone and side by side, and it is answered as by the eager twin."""
+        llm = tiny_llm(3, parallel=parallel, device="cuda")
+        WarmUp(llm, llm.make_request).run(lambda: False)
+        graphs = llm.core._graphs
+        assert graphs is not None
+        captured = graphs.num_captured
+        assert len(bucket_sizes(llm.core.max_num_seqs)) * len(COMMON_MODES) <= captured <= graphs.max_graphs
+        prompts = random_prompts(12, seed=3)
+        params = [mixed_params(i) for i in range(len(prompts))]
+        eager = tiny_llm(3, parallel=parallel, device="cuda", graphs=False)
+        for batch in ([i] for i in range(len(prompts))):
+            given = [prompts[i] for i in batch], [params[i] for i in batch]
+            assert_same(llm.generate(*given), eager.generate(*given))
+        assert_same(llm.generate(prompts, params), eager.generate(prompts, params))
+        structured = [llm.make_request(prompt, mixed_params(i), index=i) for i, prompt in enumerate(prompts)]
+        for request in structured[::2]:
+            request.matcher = AnyText()
+        for request in structured:
+            llm.core.add(request)
+        while llm.core.has_work:
+            llm.core.step()
+        expected = eager.generate(prompts, params)
+        assert [r.output_ids for r in structured] == [o.token_ids for o in expected]
+        assert graphs.num_captured == captured
+
     def test_without_memory_for_a_graph_the_step_runs_eagerly(self, monkeypatch, caplog):
         llm = tiny_llm(3, device="cuda")
         expected = llm.generate(random_prompts(3), SamplingParams(max_tokens=9, temperature=0.0))
@@ -126,8 +335,6 @@ class TestOnGpu:
 def test_slots_are_copied_only_when_they_change():
     graphs = tiny_llm(3).core._graphs
     assert graphs is None  # the CPU has none
-    from peagle.engine.graphs import DecodeGraphs
-
     seen = []
     graphs = DecodeGraphs(lambda slot_B, k, mode: seen.append(slot_B.clone()), 6, torch.device("cpu"), enabled=False)
     for slots in ([4, 1], [4, 1], [1, 4], [2]):

@@ -7,7 +7,7 @@ import torch
 
 from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
-from peagle.engine.memory import DeviceMemory, activation_bytes, graph_bytes, plan_memory
+from peagle.engine.memory import DeviceMemory, activation_bytes, graph_bytes, plan_memory, slot_bytes
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import scratch_bytes
 from peagle.models.layers import RopeSpec
@@ -51,6 +51,12 @@ def test_blocks_fill_what_the_share_of_the_whole_leaves():
 def test_a_larger_share_is_that_much_more():
     more = plan(gpu_memory_utilization=0.95).num_tokens - plan(gpu_memory_utilization=0.9).num_tokens
     assert more * PER_TOKEN == pytest.approx(0.05 * 80 * GIB, rel=1e-3)
+
+
+def test_penalties_and_masks_of_all_slots_are_planned():
+    assert slot_bytes(SPEC, EngineConfig(max_num_seqs=64), 5) == 65 * (9 * 151936 + 16) + 65 * 6 * 4748 * 4
+    drafts, more = plan(drafts=5), plan(drafts=6)
+    assert more.activations - drafts.activations > 65 * 4748 * 4
 
 
 def test_without_graphs_their_reserve_is_for_the_cache():

@@ -131,6 +131,22 @@ def test_add_counts_what_was_emitted():
     assert not history.prompt_SV[1].any()
 
 
+def test_a_slot_forgets_the_penalties_of_the_request_before():
+    """And a request without penalties costs nothing where there were none."""
+    history, logits = TokenHistory(3, 6, torch.device("cpu")), torch.randn(1, 6)
+    slot, no_drafts = torch.tensor([1]), torch.zeros((1, 0), dtype=torch.int64)
+    written: list[object] = []
+    upload, history._upload = history._upload, lambda *args: written.append(args) or upload(*args)  # type: ignore
+    for _ in range(2):
+        history.start(1, SamplingParams(), [2])
+        assert not written
+        history.start(1, SamplingParams(repetition_penalty=2.0, logit_bias={3: 5.0}), [2])
+        assert not torch.equal(history.apply(logits, slot, no_drafts), logits)
+        history.start(1, SamplingParams(), [2])
+        assert torch.equal(history.apply(logits, slot, no_drafts), logits)
+        written.clear()
+
+
 def test_size_is_as_announced():
     history = TokenHistory(7, 100, torch.device("cpu"))
     tables = (history.prompt_SV, history.counts_SV, history.bias_SV, history.factors_S4)

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from peagle.config import ServeConfig
 from peagle.errors import PeagleError
 from peagle.server import run
 from tests.models.tiny import tiny_gguf
+from tests.structured.tiny_json import HANGING, process_group
 from tests.test_cli import environment, peagle, write_head
 
 
@@ -108,6 +110,27 @@ def test_a_signal_under_load(tiny, drain, number, reasons):
     assert "Traceback" not in rest
     assert "shutting down" in rest
     assert "stopped" in rest
+
+
+def test_grammars_end_with_the_server(tiny):
+    """One that hangs is answered, and none of the processes is left."""
+    pytest.importorskip("xgrammar")
+    with process(tiny, "--drain-seconds", "0") as (running, url, _), ThreadPoolExecutor(1) as pool:
+        body = {"prompt": [5], "max_tokens": 4, "guided_regex": HANGING}
+        (trials,) = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        assert process_group(int(trials)) == [int(trials)]
+        asked = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        while len(process_group(int(trials))) < 2:
+            assert not asked.done(), asked.result().text
+            time.sleep(0.02)
+        began = time.perf_counter()
+        os.kill(running.pid, signal.SIGTERM)
+        answer = asked.result()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "shutting down" in answer.json()["error"]["message"]
+        assert running.wait(timeout=30) == 0
+        assert time.perf_counter() - began < 8
+        assert not process_group(int(trials))
 
 
 def test_a_second_signal_cuts_at_once(tiny):

@@ -1,7 +1,10 @@
 """Structured outputs and tools through the API, with the official client."""
 
+import asyncio
 import json
+import queue
 import re
+import threading
 import time
 
 import openai
@@ -12,11 +15,13 @@ from peagle.config import ServeConfig
 from peagle.models.tokenizer import render_chat
 from peagle.server.chat_style import ChatStyle
 from peagle.server.errors import ApiError
-from peagle.server.structured import Compiler
+from peagle.server.structured import MAX_COMPILING, Compiler
 from peagle.server.tools import NamedTool, Tool, as_text, settle_tools
+from peagle.structured.grammars import Grammars
 from peagle.structured.outputs import StructuredOutputs
+from peagle.structured.trials import Trials
 from tests.server.serving import serving
-from tests.structured.tiny_json import json_llm
+from tests.structured.tiny_json import HANGING, json_llm
 
 pytest.importorskip("xgrammar")
 
@@ -294,7 +299,7 @@ def test_a_form_begins_behind_the_thought():
 
 
 def test_without_the_extra(monkeypatch):
-    monkeypatch.setattr("peagle.structured.grammars.find_spec", lambda name: None)
+    monkeypatch.setattr("peagle.structured.vocabulary.find_spec", lambda name: None)
     llm = json_llm(3)
     llm.tokenizer.chat_template = TEMPLATE
     with serving(llm) as served, OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
@@ -304,17 +309,78 @@ def test_without_the_extra(monkeypatch):
         assert ask(client, max_tokens=3).choices
 
 
-def test_a_slow_compilation_is_cut(monkeypatch):
-    import asyncio
+def asked_by(number: int) -> dict:
+    return {"guided_regex": HANGING + f"[{number}]"}
 
-    monkeypatch.setattr("peagle.server.structured.COMPILE_SECONDS", 0.1)
+
+def test_compilations_that_hang_are_ended(monkeypatch):
+    """They are refused, one after the other, while good ones and plain requests are answered beside them."""
+    llm = json_llm(3)
+    llm.tokenizer.chat_template = TEMPLATE
+    ended: queue.Queue[openai.BadRequestError] = queue.Queue()
+    with (
+        Trials(llm.grammars.vocabulary, seconds=3.0) as llm.grammars.trials,
+        serving(llm) as served,
+        OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        ask(client, extra_body={"guided_regex": "ready"})
+
+        def hang(number: int) -> None:
+            with pytest.raises(openai.BadRequestError) as error:
+                ask(client, extra_body=asked_by(number))
+            ended.put(error.value)
+
+        hanging = [threading.Thread(target=hang, args=(i,)) for i in range(MAX_COMPILING - 1)]
+        for thread in hanging:
+            thread.start()
+        number = 0
+        while ended.empty():
+            word = f"ab{number}"
+            assert ask(client, extra_body={"guided_regex": word}).choices[0].message.content == word
+            assert ask(client, max_tokens=3).choices
+            number += 1
+        assert number > 2, "the good ones waited for those that hang"
+        for thread in hanging:
+            thread.join()
+        for _ in hanging:
+            assert "takes more than 3 seconds to compile: use a simpler one" in str(error := ended.get())
+            assert error.param == "guided_regex"
+        began = time.perf_counter()
+        hang(0)  # is known by now
+        assert time.perf_counter() - began < 2
+        assert ask(client, extra_body={"guided_regex": "abc"}).choices[0].message.content == "abc"
+
+
+class _Slow(Grammars):
+    """Compiles nothing, slowly."""
+
+    def __init__(self) -> None:
+        self.asked: list[StructuredOutputs] = []
+        self.may_end = threading.Event()
+
+    def kept(self, asked: StructuredOutputs) -> None:
+        return None
+
+    def compile(self, asked: StructuredOutputs) -> None:
+        self.asked.append(asked)
+        self.may_end.wait()
+
+
+def test_equal_ones_share_a_compilation_and_too_many_wait_in_vain(monkeypatch):
+    monkeypatch.setattr("peagle.server.structured.WAIT_SECONDS", 0.1)
 
     async def main() -> None:
-        compiler = Compiler()
-        for _ in range(3):  # the third finds both places taken
-            with pytest.raises(ApiError, match=r"guided_regex takes more than 0\.1 seconds"):
-                await compiler.compile(lambda: time.sleep(0.6), "guided_regex")
-        await asyncio.sleep(0.8)
-        await compiler.compile(lambda: None, "guided_regex")
+        compiler, grammars = Compiler(), _Slow()
+        forms = [StructuredOutputs(regex=f"a{i}") for i in range(MAX_COMPILING + 1)]
+        under_way = [asyncio.create_task(compiler.compile(grammars, form, "x")) for form in forms[:-1] * 3]
+        await asyncio.sleep(0.05)
+        under_way.pop(0).cancel()  # others want the same
+        with pytest.raises(ApiError, match="try again later") as error:
+            await compiler.compile(grammars, forms[-1], "x")
+        assert (error.value.status, error.value.headers["Retry-After"]) == (503, "5")
+        grammars.may_end.set()
+        await asyncio.gather(*under_way)
+        assert sorted(grammars.asked, key=str) == forms[:-1]
+        await compiler.compile(grammars, forms[-1], "x")
 
     asyncio.run(main())

@@ -10,6 +10,7 @@ from peagle.errors import PeagleError
 from peagle.structured.grammars import MOST_KEPT, Grammars
 from peagle.structured.outputs import MAX_CHARACTERS, StructuredOutputs
 from peagle.structured.schema import check_schema, opened
+from peagle.structured.vocabulary import Vocabulary
 from tests.structured.tiny_json import json_tokenizer, random_schema
 
 BAD = [
@@ -112,7 +113,7 @@ def test_kinds_are_equal_however_they_are_written():
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     pytest.importorskip("xgrammar")
-    return Grammars(json_tokenizer(), 96, (1,))
+    return Grammars(Vocabulary.of(json_tokenizer(), 96, (1,)))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_many_threads_compile(grammars):
 
 
 def test_a_slow_grammar_is_refused(grammars, monkeypatch):
-    monkeypatch.setattr("peagle.structured.grammars._SLOWEST_STEP", 1e-7)
+    monkeypatch.setattr("peagle.structured.vocabulary._SLOWEST_STEP", 1e-7)
     with pytest.raises(PeagleError, match="regex can be read in too many ways"):
         grammars.compile(StructuredOutputs(regex="[ab]{5}c"))
 
@@ -161,7 +162,7 @@ def test_a_slow_grammar_is_refused(grammars, monkeypatch):
 def test_a_model_without_an_end_is_refused():
     pytest.importorskip("xgrammar")
     with pytest.raises(PeagleError, match="end-of-text"):
-        Grammars(json_tokenizer(), 96, ())
+        Vocabulary.of(json_tokenizer(), 96, ())
 
 
 def test_rollback_over_the_end(grammars):

@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from peagle.engine.engine import LLM
 from tests.engine.tiny import tiny_llm
 
 Check = Callable[[Any], bool]
+# An expression of 24 kB over one letter, whose compilation takes hours.
+HANGING = "((" + "|".join(f"a{{{i}}}" for i in range(1, 3000)) + "){1,300}){1,300}"
 
 
 def json_tokenizer() -> PreTrainedTokenizerFast:
@@ -33,6 +36,19 @@ def json_llm(k: int = 3, **engine: Any) -> LLM:
     llm = tiny_llm(k, **engine)
     llm.tokenizer = json_tokenizer()
     return llm
+
+
+def process_group(pid: int) -> list[int]:
+    """The living processes of a group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[2]) == pid and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
 
 
 def random_schema(rng: np.random.Generator, depth: int = 2) -> tuple[dict[str, Any], Check]:
