@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel that streams weights starts while the short one before it still runs.
 
-Weights follow from no other kernel. So a layer's programs may be placed, and the first of their weights be on their way
-to the L2 cache, before what they multiply is there. A short kernel that comes before such a layer calls `let_next_start`
+Weights follow from no other kernel. So a layer's programs may be placed, and the first of their weights be on their
+way to the L2 cache, before what they multiply is there. A short kernel that comes before such a layer calls `let_next_start`
 first of all; the layer is launched with `launch_pdl` and calls `wait_for_previous` before it loads or stores anything.
 A prefetch is neither: what it reads is not kept.
 
