@@ -207,6 +207,28 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerConfig:
+    """How `generate` samples its answers: what of `SamplingParams` has a flag, checked there. Greedy by default."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatConfig(AnswerConfig):
+    """The same for `chat`, whose answers run longer."""
+
+    max_tokens: int = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
     """The server around an engine. Port 0 is any that is free, `allowed_origins` are the web pages of other hosts that
     may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut.
