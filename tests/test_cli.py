@@ -205,8 +205,9 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argum
 def test_a_bad_command_line_in_a_process():
     done = peagle("generate", "no-such-model", "--prompt", "a")
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "Traceback" not in done.stderr
+    *said, line = done.stderr.splitlines()
+    assert "model 'no-such-model' not found" in line
+    assert said in ([], ["peagle: loading no-such-model ..."])  # on a slow machine
 
 
 def test_errors_of_the_system_become_one_line():
