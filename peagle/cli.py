@@ -168,7 +168,8 @@ def self_prompts(
     config: SelfPromptConfig,
 ) -> None:
     """Let a chat model make up user turns, as further prompts for `prepare`."""
-    from peagle.training.self_prompts import self_prompts as run_self_prompts
+    with said_if_slow("starting"):
+        from peagle.training.self_prompts import self_prompts as run_self_prompts
 
     run_self_prompts(model, out, config, _stderr())
 
@@ -185,7 +186,8 @@ def prepare(
     config: PrepareConfig,
 ) -> None:
     """Let the target answer training prompts, and store tokens and loss mask for `train`."""
-    from peagle.training.regenerate import prepare as run_prepare
+    with said_if_slow("starting"):
+        from peagle.training.regenerate import prepare as run_prepare
 
     run_prepare(model, prompts, out, config, _stderr())
 
@@ -200,7 +202,8 @@ def extract(
     yes: Annotated[bool, typer.Option("--yes", help="Fill the disk beyond 80 % without asking.")] = False,
 ) -> None:
     """Store the target's hidden states for `train --features`, and say first how large they get."""
-    from peagle.training.extract import extract as run_extract
+    with said_if_slow("starting"):
+        from peagle.training.extract import extract as run_extract
 
     run_extract(model, data, out, config, _stderr(), yes=yes)
 
@@ -218,8 +221,9 @@ def train(
     ] = False,
 ) -> None:
     """Train a head for a target on the answers the target itself gave."""
-    from peagle.training.train_state import require_checkpoint
-    from peagle.training.trainer import train as run_train
+    with said_if_slow("starting"):
+        from peagle.training.train_state import require_checkpoint
+        from peagle.training.trainer import train as run_train
 
     if resume:
         require_checkpoint(out)
@@ -255,14 +259,15 @@ def export(
     ] = None,
 ) -> None:
     """Write a head in vLLM's full layout: every tensor and every config key spelled out."""
-    import torch
+    with said_if_slow(f"reading {head}" + (f" and {target}" if target else "")):
+        import torch
 
-    from peagle.drafters.checkpoint import export_head
-    from peagle.models.target import load_target
+        from peagle.drafters.checkpoint import export_head
+        from peagle.models.target import load_target
 
-    cpu = torch.device("cpu")
-    model = load_target(target, dtype=torch.float32, device=cpu).model if target else None
-    export_head(head, model, out)
+        model = load_target(target, dtype=torch.float32, device=torch.device("cpu")).model if target else None
+    with said_if_slow(f"writing {out}"):
+        export_head(head, model, out)
     sys.stdout.write(f"{out}: loads in vLLM as method eagle3 with parallel_drafting true\n")
 
 
@@ -278,7 +283,8 @@ def profile(
 ) -> None:
     """Say where the time of decoding steps goes: GPU, host, launches, and what each kind of kernel takes."""
     speculation = choose_speculation(model, drafts)
-    from peagle.bench.profiling import run_profile
+    with said_if_slow("starting"):
+        from peagle.bench.profiling import run_profile
 
     run_profile(model, speculation, config, _stdout(), out=out, trace=trace)
 
@@ -300,7 +306,8 @@ def evaluate(
 
     Exit status 1: below the card, or answers that drafts changed beyond rounding.
     """
-    from peagle.bench.evaluate import run_eval
+    with said_if_slow("starting"):
+        from peagle.bench.evaluate import run_eval
 
     raise typer.Exit(run_eval(head, model, config, _stderr(), out=out, card=card))
 
