@@ -1,12 +1,11 @@
 """Every setting of the project, one frozen dataclass per verb: the only source of defaults."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share
+from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share, parse_object
 from peagle.errors import PeagleError
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -153,16 +152,7 @@ class SpeculativeConfig:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Parse the JSON given on a command line."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PeagleError(f"--speculative-config is not valid JSON at character {error.pos}: {error.msg}") from None
-        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a thousand brackets
-            raise PeagleError(f"--speculative-config is JSON that cannot be read ({error}): shorten it") from None
-        if not isinstance(values, dict):
-            kind = "null" if values is None else type(values).__name__
-            raise PeagleError(f"--speculative-config is a JSON {kind}: it must be an object")
-        return cls.from_mapping(values)
+        return cls.from_mapping(parse_object(text, "--speculative-config"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -160,7 +160,7 @@ def test_the_engines_flags_have_vllms_names(monkeypatch):
         (("generate", "m", "--prompt", "a", "--prompts-file", "b"), "either --prompt TEXT or --prompts-file"),
         (("generate", "m", "--prompts-file", "missing.jsonl"), "cannot read the prompts file missing.jsonl"),
         (("generate", "m", "--prompt", "a", "--speculative-config", '{"model": '), "not valid JSON at character"),
-        (("generate", "m", "--prompt", "a", "--speculative-config", "[]"), "must be an object"),
+        (("generate", "m", "--prompt", "a", "--speculative-config", "[]"), "a JSON array, expected an object"),
         (
             ("generate", "m", "--prompt", "a", "--speculative-config", '{"model": "d"}'),
             "lacks 'num_speculative_tokens'",
