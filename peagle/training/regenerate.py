@@ -236,7 +236,7 @@ def _regenerate_missing(
     finished = {record.index for record in manifest.shards}
     missing = [index for index in range(len(shards)) if index not in finished]
     answers = sum(len(job.conversation.steps) for index in missing for job in shards[index])
-    say(console, f"{answers:,} answers to write, in {len(missing):,} shards")
+    say(console, f"{answers:,} answers to write; shards to finish: {len(missing):,}")
     try:
         with Meter(console, "answers", answers) as meter:
             for index in missing:
