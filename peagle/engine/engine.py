@@ -66,8 +66,8 @@ class LLM:
             dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
             gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching, graphs=graphs,
-            async_scheduling=async_scheduling, attention=attention, load_format=load_format, unpack_experts=unpack_experts,
-            kernels=kernels, seed=seed,
+            async_scheduling=async_scheduling, attention=attention, load_format=load_format,
+            unpack_experts=unpack_experts, kernels=kernels, seed=seed,
         )  # fmt: skip
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
