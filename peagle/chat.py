@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from peagle.engine.engine import LLM
     from peagle.sampling import SamplingParams
 
-WELCOME = "Type a message. /reset starts over, /exit leaves, Ctrl-C stops an answer."
+WELCOME = "Type a message. /help lists the commands, /exit leaves, Ctrl-C stops an answer."
+HELP = """/reset  start over, with nothing said before
+/exit   leave, as the end of input does (Ctrl-D)
+/help   this list
+Ctrl-C  stop an answer; a second one leaves
+Everything else is a message to the model."""
 PROMPT = "\n> "
 
 
@@ -69,7 +74,9 @@ def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = 
             return
         if text == "/exit":
             return
-        if text == "/reset":
+        if text == "/help":
+            write(HELP + "\n")
+        elif text == "/reset":
             conversation.reset()
             write("[new conversation]\n")
         elif text:

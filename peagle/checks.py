@@ -1,5 +1,6 @@
-"""Checks of settings: each raises a PeagleError that says the setting, its value and what it may be."""
+"""Checks of settings and of JSON: each raises a PeagleError that says the setting, its value and what it may be."""
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -43,3 +44,26 @@ def check_share(config: object, interval: str, *names: str) -> None:
     """Numbers in an interval of 0 and 1, such as "(0, 1]"."""
     ends = (0,) * (interval[0] == "[") + (1,) * (interval[-1] == "]")
     _check(config, names, lambda value: 0 < value < 1 or value in ends, f"in {interval}")
+
+
+def parse_object(text: str, where: str, expected: str = "an object") -> dict[str, Any]:
+    """One JSON object, which errors call `where` and describe as `expected`. Raises PeagleError."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PeagleError(
+            f"{where}: not valid JSON at character {error.pos + 1} ({error.msg}); write {expected}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a thousand brackets
+        raise PeagleError(f"{where}: JSON that cannot be read ({error}); shorten it") from None
+    if not isinstance(value, dict):
+        raise PeagleError(f"{where}: a JSON {json_kind(value)}, expected {expected}")
+    return value
+
+
+def json_kind(value: object) -> str:
+    """What JSON calls a value that was read from it."""
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds[type(value)]

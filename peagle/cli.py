@@ -14,6 +14,8 @@ from peagle.bench.help import EVAL_ALIASES, EVAL_FLAGS
 from peagle.bench.settings import EvalConfig
 from peagle.bench.verbs import bench
 from peagle.config import (
+    AnswerConfig,
+    ChatConfig,
     EngineConfig,
     ExtractConfig,
     PrepareConfig,
@@ -25,8 +27,9 @@ from peagle.config import (
 )
 from peagle.errors import PeagleError
 from peagle.exits import USER_ERROR_STATUS, prepare_streams, run
-from peagle.flags import with_flags
+from peagle.flags import Model, with_flags
 from peagle.help import (
+    ANSWER_FLAGS,
     ENGINE_ALIASES,
     ENGINE_FLAGS,
     EXAMPLES,
@@ -35,32 +38,22 @@ from peagle.help import (
     PROFILE_FLAGS,
     SELF_PROMPT_FLAGS,
     SERVE_FLAGS,
+    SPECULATION_FLAGS,
+    SPECULATION_METAVARS,
     TRAIN_FLAGS,
 )
-from peagle.speculation import choose_speculation
+from peagle.speculation import SpeculationFlags, choose_speculation
+from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from peagle.engine.engine import LLM
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")
-]
 HeadDir = Annotated[str, typer.Argument(metavar="DIR", help="Directory of a head.")]
-SpeculativeJson = Annotated[
-    str | None, typer.Option("--speculative-config", metavar="JSON", help="vLLM's speculative config.")
-]
-Head = Annotated[str | None, typer.Option("--head", metavar="DIR", help="Head to draft with: directory or Hub id.")]
-NumDrafts = Annotated[
-    str | None,
-    typer.Option(
-        "--num-speculative-tokens",
-        metavar="K",
-        help="Draft tokens per round (default: 5), or auto: what pays best, by measurement.",
-    ),
-]
 
 
 def _use_recipe(context: typer.Context, path: Path | None) -> Path | None:
@@ -82,16 +75,6 @@ RecipeFile = Annotated[
         help="Settings from a .toml, .yaml or .json file, MODEL, data and out among them; flags given here win.",
     ),
 ]
-NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode without drafts.")]
-MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
-TopK = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0 is off.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 is off.")]
-PresencePenalty = Annotated[float, typer.Option(help="Subtracted from logits of tokens said before; 0 is off.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted once for each time a token was said; 0 is off.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Divides logits of tokens said or in the prompt; 1 is off.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the sampling noise; a fresh one if left out.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -113,32 +96,24 @@ def peagle(
 
 @app.command(epilog=EXAMPLES["generate"])
 @with_flags(EngineConfig, ENGINE_FLAGS, ENGINE_ALIASES)
+@with_flags(SpeculationFlags, SPECULATION_FLAGS, metavars=SPECULATION_METAVARS, parameter="drafts")
+@with_flags(AnswerConfig, ANSWER_FLAGS, parameter="sampling")
 def generate(
     model: Model,
     config: EngineConfig,
+    drafts: SpeculationFlags,
+    sampling: AnswerConfig,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt.")] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="F.jsonl", help="Prompts, one JSON object a line: `prompt`, `turns` (the first) or `messages`."
+            metavar="F.jsonl",
+            help="Prompts as JSON lines: on each line an object with `prompt`, `turns` (the first) or `messages`.",
         ),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Give the prompt as it stands, without the chat template.")
     ] = False,
-    speculative_config: SpeculativeJson = None,
-    head: Head = None,
-    num_speculative_tokens: NumDrafts = None,
-    no_speculation: NoSpeculation = False,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
 ) -> None:
     """Answer one prompt, or a file of prompts in one batch."""
@@ -146,66 +121,29 @@ def generate(
 
     if (prompt is None) == (prompts_file is None):
         raise PeagleError("give either --prompt TEXT or --prompts-file F.jsonl")
-    speculation = choose_speculation(
-        model,
-        speculative_config=speculative_config,
-        head=head,
-        num_speculative_tokens=num_speculative_tokens,
-        disabled=no_speculation,
-    )
+    speculation = choose_speculation(model, drafts)
     rows = read_prompts(prompts_file) if prompts_file is not None else [PromptRow.of_user(prompt or "")]
-    from peagle.sampling import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
-        seed=seed,
-    )  # fmt: skip
-    from peagle.terminal import print_answers, said_if_slow
-
     with said_if_slow(f"loading {model}"):
+        from peagle.sampling import SamplingParams
+        from peagle.terminal import print_answers
+
+        params = SamplingParams(**asdict(sampling))
         llm = _load(model, speculation, config)
     print_answers(llm, rows, params, raw=raw, as_json=json)
 
 
 @app.command(epilog=EXAMPLES["chat"])
 @with_flags(EngineConfig, ENGINE_FLAGS, ENGINE_ALIASES)
-def chat(
-    model: Model,
-    config: EngineConfig,
-    speculative_config: SpeculativeJson = None,
-    head: Head = None,
-    num_speculative_tokens: NumDrafts = None,
-    no_speculation: NoSpeculation = False,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-) -> None:
+@with_flags(SpeculationFlags, SPECULATION_FLAGS, metavars=SPECULATION_METAVARS, parameter="drafts")
+@with_flags(ChatConfig, ANSWER_FLAGS, parameter="sampling")
+def chat(model: Model, config: EngineConfig, drafts: SpeculationFlags, sampling: ChatConfig) -> None:
     """Talk with a model: streamed answers, several turns, acceptance length and speed after each."""
-    speculation = choose_speculation(
-        model,
-        speculative_config=speculative_config,
-        head=head,
-        num_speculative_tokens=num_speculative_tokens,
-        disabled=no_speculation,
-    )
-    from peagle.chat import run_chat
-    from peagle.sampling import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
-        seed=seed,
-    )  # fmt: skip
-    from peagle.terminal import said_if_slow
-
+    speculation = choose_speculation(model, drafts)
     with said_if_slow(f"loading {model}"):
+        from peagle.chat import run_chat
+        from peagle.sampling import SamplingParams
+
+        params = SamplingParams(**asdict(sampling))
         llm = _load(model, speculation, config)
     run_chat(llm, params)
 
@@ -213,28 +151,13 @@ def chat(
 @app.command(epilog=EXAMPLES["serve"])
 @with_flags(EngineConfig, ENGINE_FLAGS, ENGINE_ALIASES)
 @with_flags(ServeConfig, SERVE_FLAGS, parameter="serving")
-def serve(
-    model: Model,
-    config: EngineConfig,
-    serving: ServeConfig,
-    speculative_config: SpeculativeJson = None,
-    head: Head = None,
-    num_speculative_tokens: NumDrafts = None,
-    no_speculation: NoSpeculation = False,
-) -> None:
+@with_flags(SpeculationFlags, SPECULATION_FLAGS, metavars=SPECULATION_METAVARS, parameter="drafts")
+def serve(model: Model, config: EngineConfig, serving: ServeConfig, drafts: SpeculationFlags) -> None:
     """Serve a model behind the OpenAI API, until SIGTERM or Ctrl-C."""
-    from rich.console import Console
-
     from peagle.server.run import serve as run_server
 
-    speculation = choose_speculation(
-        model,
-        speculative_config=speculative_config,
-        head=head,
-        num_speculative_tokens=num_speculative_tokens,
-        disabled=no_speculation,
-    )
-    run_server(lambda: _load(model, speculation, config), model, serving, Console(stderr=True))
+    speculation = choose_speculation(model, drafts)
+    run_server(lambda: _load(model, speculation, config), model, serving, _stderr())
 
 
 @app.command(epilog=EXAMPLES["self-prompts"])
@@ -245,11 +168,10 @@ def self_prompts(
     config: SelfPromptConfig,
 ) -> None:
     """Let a chat model make up user turns, as further prompts for `prepare`."""
-    from rich.console import Console
+    with said_if_slow("starting"):
+        from peagle.training.self_prompts import self_prompts as run_self_prompts
 
-    from peagle.training.self_prompts import self_prompts as run_self_prompts
-
-    run_self_prompts(model, out, config, Console(stderr=True))
+    run_self_prompts(model, out, config, _stderr())
 
 
 @app.command(epilog=EXAMPLES["prepare"])
@@ -264,11 +186,10 @@ def prepare(
     config: PrepareConfig,
 ) -> None:
     """Let the target answer training prompts, and store tokens and loss mask for `train`."""
-    from rich.console import Console
+    with said_if_slow("starting"):
+        from peagle.training.regenerate import prepare as run_prepare
 
-    from peagle.training.regenerate import prepare as run_prepare
-
-    run_prepare(model, prompts, out, config, Console(stderr=True))
+    run_prepare(model, prompts, out, config, _stderr())
 
 
 @app.command(epilog=EXAMPLES["extract"])
@@ -281,11 +202,10 @@ def extract(
     yes: Annotated[bool, typer.Option("--yes", help="Fill the disk beyond 80 % without asking.")] = False,
 ) -> None:
     """Store the target's hidden states for `train --features`, and say first how large they get."""
-    from rich.console import Console
+    with said_if_slow("starting"):
+        from peagle.training.extract import extract as run_extract
 
-    from peagle.training.extract import extract as run_extract
-
-    run_extract(model, data, out, config, Console(stderr=True), yes=yes)
+    run_extract(model, data, out, config, _stderr(), yes=yes)
 
 
 @app.command(epilog=EXAMPLES["train"])
@@ -301,14 +221,13 @@ def train(
     ] = False,
 ) -> None:
     """Train a head for a target on the answers the target itself gave."""
-    from rich.console import Console
-
-    from peagle.training.train_state import require_checkpoint
-    from peagle.training.trainer import train as run_train
+    with said_if_slow("starting"):
+        from peagle.training.train_state import require_checkpoint
+        from peagle.training.trainer import train as run_train
 
     if resume:
         require_checkpoint(out)
-    run_train(model, data, out, config, Console(stderr=True))
+    run_train(model, data, out, config, _stderr())
 
 
 @app.command(epilog=EXAMPLES["inspect"])
@@ -340,42 +259,34 @@ def export(
     ] = None,
 ) -> None:
     """Write a head in vLLM's full layout: every tensor and every config key spelled out."""
-    import torch
+    with said_if_slow(f"reading {head}" + (f" and {target}" if target else "")):
+        import torch
 
-    from peagle.drafters.checkpoint import export_head
-    from peagle.models.target import load_target
+        from peagle.drafters.checkpoint import export_head
+        from peagle.models.target import load_target
 
-    cpu = torch.device("cpu")
-    model = load_target(target, dtype=torch.float32, device=cpu).model if target else None
-    export_head(head, model, out)
+        model = load_target(target, dtype=torch.float32, device=torch.device("cpu")).model if target else None
+    with said_if_slow(f"writing {out}"):
+        export_head(head, model, out)
     sys.stdout.write(f"{out}: loads in vLLM as method eagle3 with parallel_drafting true\n")
 
 
 @app.command(epilog=EXAMPLES["profile"])
 @with_flags(ProfileConfig, PROFILE_FLAGS, ENGINE_ALIASES)
+@with_flags(SpeculationFlags, SPECULATION_FLAGS, metavars=SPECULATION_METAVARS, parameter="drafts")
 def profile(
     model: Model,
     config: ProfileConfig,
-    speculative_config: SpeculativeJson = None,
-    head: Head = None,
-    num_speculative_tokens: NumDrafts = None,
-    no_speculation: NoSpeculation = False,
+    drafts: SpeculationFlags,
     out: Annotated[Path | None, typer.Option(metavar="F.json", help="Write the figures as a result file.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="F.json", help="Keep the profiler's Chrome trace.")] = None,
 ) -> None:
     """Say where the time of decoding steps goes: GPU, host, launches, and what each kind of kernel takes."""
-    speculation = choose_speculation(
-        model,
-        speculative_config=speculative_config,
-        head=head,
-        num_speculative_tokens=num_speculative_tokens,
-        disabled=no_speculation,
-    )
-    from rich.console import Console
+    speculation = choose_speculation(model, drafts)
+    with said_if_slow("starting"):
+        from peagle.bench.profiling import run_profile
 
-    from peagle.bench.profiling import run_profile
-
-    run_profile(model, speculation, config, Console(), out=out, trace=trace)
+    run_profile(model, speculation, config, _stdout(), out=out, trace=trace)
 
 
 @app.command("eval", epilog=EXAMPLES["eval"])
@@ -395,21 +306,31 @@ def evaluate(
 
     Exit status 1: below the card, or answers that drafts changed beyond rounding.
     """
-    from rich.console import Console
+    with said_if_slow("starting"):
+        from peagle.bench.evaluate import run_eval
 
-    from peagle.bench.evaluate import run_eval
-
-    raise typer.Exit(run_eval(head, model, config, Console(stderr=True), out=out, card=card))
+    raise typer.Exit(run_eval(head, model, config, _stderr(), out=out, card=card))
 
 
 @app.command(epilog=EXAMPLES["demo"])
-def demo(max_tokens: MaxTokens = 96) -> None:
+def demo(max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 96) -> None:
     """Answer three prompts with SmolLM2-135M, with and without its shipped head, and compare."""
-    from rich.console import Console
-
     from peagle.demo import load_demo, run_demo
 
-    run_demo(load_demo(), Console(), max_tokens=max_tokens)
+    run_demo(load_demo(), _stdout(), max_tokens=max_tokens)
+
+
+def _stdout() -> "Console":
+    from rich.console import Console
+
+    return Console()
+
+
+def _stderr() -> "Console":
+    """Where progress goes; results go to stdout."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def _load(model: str, speculation: SpeculativeConfig | None, config: EngineConfig) -> "LLM":

@@ -1,12 +1,11 @@
 """Every setting of the project, one frozen dataclass per verb: the only source of defaults."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share
+from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share, parse_object
 from peagle.errors import PeagleError
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -153,16 +152,7 @@ class SpeculativeConfig:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Parse the JSON given on a command line."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PeagleError(f"--speculative-config is not valid JSON at character {error.pos}: {error.msg}") from None
-        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a thousand brackets
-            raise PeagleError(f"--speculative-config is JSON that cannot be read ({error}): shorten it") from None
-        if not isinstance(values, dict):
-            kind = "null" if values is None else type(values).__name__
-            raise PeagleError(f"--speculative-config is a JSON {kind}: it must be an object")
-        return cls.from_mapping(values)
+        return cls.from_mapping(parse_object(text, "--speculative-config"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +194,28 @@ class EngineConfig:
         check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
         check_at_least(self, 1, "max_model_len", "num_kv_blocks")
         check_share(self, "(0, 1]", "gpu_memory_utilization")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerConfig:
+    """How `generate` samples its answers: what of `SamplingParams` has a flag, checked there. Greedy by default."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatConfig(AnswerConfig):
+    """The same for `chat`, whose answers run longer."""
+
+    max_tokens: int = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

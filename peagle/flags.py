@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -13,37 +13,39 @@ from peagle.errors import PeagleError
 
 # panel title -> field name -> help text
 Panels = Mapping[str, Mapping[str, str]]
+Names = Mapping[str, str]  # field name -> what is said of its flag
+_NONE: Names = MappingProxyType({})
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")
+]
 
 
 def with_flags(
     config_class: type,
     panels: Panels,
-    aliases: Mapping[str, str] = MappingProxyType({}),
+    aliases: Names = _NONE,
     *,
+    metavars: Names = _NONE,
     parameter: str = "config",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb one flag per field of `config_class` in `panels`, in place of `parameter`.
 
     `panels` hold the help texts, and group the flags on the help page; fields that are not there keep their default. A
     field without a default becomes a required flag, one that holds a tuple a comma-separated list. `aliases` are second
-    names of flags; one that begins with a slash is the name that turns a switch off.
+    names of flags; one that begins with a slash is the name that turns a switch off. `metavars` say what a flag takes.
     """
     panel_of = {name: (panel, text) for panel, texts in panels.items() for name, text in texts.items()}
     hints = {name: hint for name, hint in get_type_hints(config_class).items() if name in panel_of}
     elements = {name: element for name, hint in hints.items() if (element := _tuple_element(hint)) is not None}
     flags = []
-    for field in fields(config_class):
-        if field.name not in panel_of:
-            continue
-        hint, metavar = hints[field.name], None
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        if field.name in elements:
-            hint, metavar = (str | None), "NAME,..." if elements[field.name] is str else "N,N,..."
-            default = (",".join(map(_shown, default)) or None) if isinstance(default, tuple) else default
-        panel, text = panel_of[field.name]
-        option = typer.Option(*_names(field.name, aliases), help=text, rich_help_panel=panel, metavar=metavar)
+    for field in (field for field in fields(config_class) if field.name in panel_of):
+        name, (panel, text) = field.name, panel_of[field.name]
+        metavar = metavars.get(name) or _list_metavar(elements.get(name))
+        option = typer.Option(*_names(name, aliases), help=text, rich_help_panel=panel, metavar=metavar)
+        hint: Any = (str | None) if name in elements else hints[name]
         kind = inspect.Parameter.KEYWORD_ONLY
-        flags.append(inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option]))
+        flags.append(inspect.Parameter(name, kind, default=_default(field), annotation=Annotated[hint, option]))
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(verb).parameters.values() if p.name != parameter]
@@ -64,7 +66,19 @@ def with_flags(
     return decorate
 
 
-def _names(field: str, aliases: Mapping[str, str]) -> tuple[str, ...]:
+def _default(field: Field[Any]) -> Any:
+    """A field's default as its flag has it: nothing where the flag is required, one text for a list."""
+    if field.default is MISSING:
+        return inspect.Parameter.empty
+    return (",".join(map(_shown, field.default)) or None) if isinstance(field.default, tuple) else field.default
+
+
+def _list_metavar(element: Callable[[str], Any] | None) -> str | None:
+    """What a list of such elements is called on a help page; None for no list: typer names the type."""
+    return None if element is None else "NAME,..." if element is str else "N,N,..."
+
+
+def _names(field: str, aliases: Names) -> tuple[str, ...]:
     """Names of a flag that has a second one; none for the others, which typer names."""
     if field not in aliases:
         return ()

@@ -116,6 +116,36 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 ENGINE_ALIASES: Mapping[str, str] = MappingProxyType({"graphs": "/--enforce-eager"})  # vLLM's name
 
+SPECULATION_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Speculation": {
+            "speculative_config": "vLLM's speculative config.",
+            "head": "Head to draft with: directory or Hub id.",
+            "num_speculative_tokens": "Draft tokens per round (default: 5), or auto: what pays best, by measurement.",
+            "speculation": "Decode with drafts, or without.",
+        },
+    }
+)
+SPECULATION_METAVARS: Mapping[str, str] = MappingProxyType(
+    {"speculative_config": "JSON", "head": "DIR", "num_speculative_tokens": "K"}
+)
+
+ANSWER_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Sampling": {
+            "max_tokens": "Longest answer, in tokens.",
+            "temperature": "Sampling temperature; 0 is greedy.",
+            "top_p": "Nucleus sampling; 1 is off.",
+            "top_k": "Sample among the K likeliest tokens; 0 is off.",
+            "min_p": "Drop tokens less likely than this share of the likeliest; 0 is off.",
+            "presence_penalty": "Subtracted from logits of tokens said before; 0 is off.",
+            "frequency_penalty": "Subtracted once for each time a token was said; 0 is off.",
+            "repetition_penalty": "Divides logits of tokens said or in the prompt; 1 is off.",
+            "seed": "Seed of the sampling noise; a fresh one if left out.",
+        },
+    }
+)
+
 SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Server": {

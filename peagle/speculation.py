@@ -1,5 +1,6 @@
 """Which head a command uses: the flags of the command line, and the heads that ship with the project."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import peagle
@@ -21,35 +22,41 @@ def shipped_head(model: str) -> Path | None:
     return None
 
 
-def choose_speculation(
-    model: str,
-    *,
-    speculative_config: str | None = None,
-    head: str | None = None,
-    num_speculative_tokens: int | str | None = None,
-    disabled: bool = False,
-) -> SpeculativeConfig | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationFlags:
+    """What a command line says of drafts. `num_speculative_tokens` is a number or "auto", as it was typed.
+
+    Without `speculation` nothing else counts, so that the flag can be appended to any command line for comparison.
+    """
+
+    speculative_config: str | None = None
+    head: str | None = None
+    num_speculative_tokens: str | None = None
+    speculation: bool = True
+
+
+def choose_speculation(model: str, flags: SpeculationFlags) -> SpeculativeConfig | None:
     """The speculative config that the flags ask for; None means plain decoding.
 
-    `disabled` wins over everything, so that it can be appended to any command line for comparison. Without a flag the
-    model's shipped head is used, if there is one.
+    Without a flag the model's shipped head is used, if there is one.
     """
-    if disabled:
+    if not flags.speculation:
         return None
-    if speculative_config is not None:
-        if head is not None or num_speculative_tokens is not None:
+    head, k = flags.head, flags.num_speculative_tokens
+    if flags.speculative_config is not None:
+        if head is not None or k is not None:
             raise PeagleError(
                 "--speculative-config already names head and K: leave out --head, --num-speculative-tokens"
             )
-        return SpeculativeConfig.from_json(speculative_config)
+        return SpeculativeConfig.from_json(flags.speculative_config)
     if head == "":
         raise PeagleError("--head is empty: give a head directory or Hub id, or --no-speculation to decode without")
     chosen = shipped_head(model) if head is None else head
     if chosen is None:
-        if num_speculative_tokens is not None:
+        if k is not None:
             raise PeagleError(f"--num-speculative-tokens needs a head and none ships for {model}: add --head DIR")
         return None
-    k = DEFAULT_NUM_SPECULATIVE_TOKENS if num_speculative_tokens is None else num_speculative_tokens
-    if isinstance(k, str) and k.removeprefix("-").isdecimal():  # as a flag gives it; "auto" stays what it is
-        k = int(k)
-    return SpeculativeConfig(model=str(chosen), num_speculative_tokens=k)
+    if k is None:
+        return SpeculativeConfig(model=str(chosen), num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
+    is_number = k.removeprefix("-").isdecimal()  # "auto" stays what it is
+    return SpeculativeConfig(model=str(chosen), num_speculative_tokens=int(k) if is_number else k)

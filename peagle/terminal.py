@@ -2,9 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Timer
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from peagle.bench.datasets import PromptRow
@@ -20,18 +18,6 @@ if TYPE_CHECKING:
 
 
 LINE_ENDS = "\u0085\u2028\u2029"  # json leaves them as they are, str.splitlines and others cut at them
-
-
-@contextmanager
-def said_if_slow(what: str, seconds: float = 2.0) -> Iterator[None]:
-    """A block that says on stderr what it does, once it has taken `seconds`: whoever waits wants to know for what."""
-    timer = Timer(seconds, lambda: sys.stderr.write(f"peagle: {what} ...\n"))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def prompt_text(tokenizer: "PreTrainedTokenizerFast", row: PromptRow, *, raw: bool) -> str:

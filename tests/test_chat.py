@@ -54,6 +54,12 @@ def test_history_grows_and_reset_clears_it(capsys):
     assert "3 tokens, 42.0 tok/s, acceptance length 3.00" in out
 
 
+def test_help_lists_the_commands_and_is_no_message(capsys):
+    assert talk("/help", "one").asked == [["one"]]
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("/reset ", "/exit ", "/help "))
+
+
 def test_ctrl_c_stops_an_answer_and_what_was_said_stays(capsys):
     assert talk("stop", "next").asked[1] == ["stop", "you said ", "next"]
     assert "Ctrl-C again leaves" in capsys.readouterr().out

@@ -160,7 +160,7 @@ def test_the_engines_flags_have_vllms_names(monkeypatch):
         (("generate", "m", "--prompt", "a", "--prompts-file", "b"), "either --prompt TEXT or --prompts-file"),
         (("generate", "m", "--prompts-file", "missing.jsonl"), "cannot read the prompts file missing.jsonl"),
         (("generate", "m", "--prompt", "a", "--speculative-config", '{"model": '), "not valid JSON at character"),
-        (("generate", "m", "--prompt", "a", "--speculative-config", "[]"), "must be an object"),
+        (("generate", "m", "--prompt", "a", "--speculative-config", "[]"), "a JSON array, expected an object"),
         (
             ("generate", "m", "--prompt", "a", "--speculative-config", '{"model": "d"}'),
             "lacks 'num_speculative_tokens'",
@@ -205,8 +205,9 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argum
 def test_a_bad_command_line_in_a_process():
     done = peagle("generate", "no-such-model", "--prompt", "a")
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "Traceback" not in done.stderr
+    *said, line = done.stderr.splitlines()
+    assert "model 'no-such-model' not found" in line
+    assert said in ([], ["peagle: loading no-such-model ..."])  # on a slow machine
 
 
 def test_errors_of_the_system_become_one_line():

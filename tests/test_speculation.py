@@ -5,7 +5,11 @@ import pytest
 from peagle import speculation
 from peagle.config import SpeculativeConfig
 from peagle.errors import PeagleError
-from peagle.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, choose_speculation, shipped_head
+from peagle.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationFlags, choose_speculation, shipped_head
+
+
+def choose(model, **flags):
+    return choose_speculation(model, SpeculationFlags(**flags))
 
 
 @pytest.fixture
@@ -19,33 +23,31 @@ def shipped(tmp_path, monkeypatch):
 
 
 def test_the_shipped_head_is_the_default_of_its_model_only(shipped):
-    chosen = choose_speculation("smollm2-135m")
+    chosen = choose("smollm2-135m")
     assert chosen == SpeculativeConfig(model=str(shipped), num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
-    assert choose_speculation("smollm2-135m", num_speculative_tokens=7).num_speculative_tokens == 7
-    assert choose_speculation("org/other") is None
+    assert choose("smollm2-135m", num_speculative_tokens="7").num_speculative_tokens == 7
+    assert choose("org/other") is None
 
 
 def test_disabled_wins(shipped):
-    assert choose_speculation("smollm2-135m", disabled=True) is None
-    assert choose_speculation("m", head="d", disabled=True) is None
+    assert choose("smollm2-135m", speculation=False) is None
+    assert choose("m", head="d", speculation=False) is None
 
 
 def test_without_the_folder_there_is_no_shipped_head(shipped):
     (shipped / "config.json").unlink()
     assert shipped_head("smollm2-135m") is None
-    assert choose_speculation("smollm2-135m") is None
+    assert choose("smollm2-135m") is None
 
 
 def test_flags_name_the_head():
-    assert choose_speculation("m", head="d", num_speculative_tokens=3) == SpeculativeConfig(
-        model="d", num_speculative_tokens=3
-    )
+    assert choose("m", head="d", num_speculative_tokens="3") == SpeculativeConfig(model="d", num_speculative_tokens=3)
     json = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 3, "parallel_drafting": true}'
-    assert choose_speculation("m", speculative_config=json).num_speculative_tokens == 3
+    assert choose("m", speculative_config=json).num_speculative_tokens == 3
     with pytest.raises(PeagleError, match="leave out --head"):
-        choose_speculation("m", speculative_config=json, head="d")
+        choose("m", speculative_config=json, head="d")
     with pytest.raises(PeagleError, match="add --head DIR"):
-        choose_speculation("m", num_speculative_tokens=3)
+        choose("m", num_speculative_tokens="3")
 
 
 @pytest.mark.parametrize(
@@ -59,9 +61,9 @@ def test_flags_name_the_head():
 )
 def test_a_config_that_cannot_be_used(json, says):
     with pytest.raises(PeagleError, match=says):
-        choose_speculation("m", speculative_config=json)
+        choose("m", speculative_config=json)
 
 
 def test_an_empty_head_is_no_way_to_leave_it_out(shipped):
     with pytest.raises(PeagleError, match="--head is empty"):
-        choose_speculation("smollm2-135m", head="")
+        choose("smollm2-135m", head="")

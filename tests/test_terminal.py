@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.datasets import PromptRow
-from peagle.terminal import OrderedAnswers, json_line, prompt_text, said_if_slow
+from peagle.terminal import OrderedAnswers, json_line, prompt_text
+from peagle.waiting import said_if_slow
 
 
 def test_answers_come_in_prompt_order():

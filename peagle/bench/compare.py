@@ -21,6 +21,7 @@ _ALWAYS_OTHER = ("command", "seconds", "label", "out", "result_filename", "resul
 
 Verdict = Literal["same", "noise", "moved", "cannot tell"]
 Json = Mapping[str, Any]
+Rows = Mapping[Key, Mapping[str, Figure]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def compare(before: Json, after: Json) -> Comparison:
     warnings = [f"only in the {which} file: {_some(keys)}" for which, keys in alone.items() if keys]
     if other:
         warnings.append(f"{', '.join(other)} differ: seconds, counts and other sums are not compared")
-    return Comparison(changes, [*_differences(before, after), *warnings])
+    return Comparison(changes, [*_other_prompts(pairs, old, new), *_differences(before, after), *warnings])
 
 
 def run_compare(
@@ -151,6 +152,16 @@ def _changes(row: Key, old: Mapping[str, Figure], new: Mapping[str, Figure], *, 
             other = new[name]
             unsure = figure.why_unsure(other)
             yield Change(row, name, figure.value, other.value, figure.difference(other), unsure)
+
+
+def _other_prompts(pairs: Sequence[tuple[Key, Key]], old: Rows, new: Rows) -> Iterator[str]:
+    """Rows that were measured over fewer or more prompts, as with --limit: their figures may move by that alone."""
+    counts = [(key, old[key].get("prompts"), new[other].get("prompts")) for key, other in pairs]
+    other = [(key, int(a.value), int(b.value)) for key, a, b in counts if a and b and a.value != b.value]
+    if other:
+        key, first, second = other[0]
+        more = f", and in {len(other) - 1} more rows" if len(other) > 1 else ""
+        yield f"prompts differ: {' '.join(key)} has {first} in the first file, {second} in the second{more}"
 
 
 def _differences(before: Json, after: Json) -> Iterator[str]:

@@ -1,11 +1,11 @@
 """Prompt files: JSON lines whose rows hold `prompt`, or `turns`, or `messages`."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from peagle.checks import parse_object
 from peagle.errors import PeagleError
 from peagle.models.tokenizer import check_unicode
 
@@ -63,7 +63,8 @@ def read_prompts(path: Path | str) -> list[PromptRow]:
 
 
 def _parse_line(text: str, where: str, default_id: str) -> PromptRow:
-    return parse_row(parse_object(text, where), where, default_id)
+    row = parse_object(text, where, 'an object a line, such as {"prompt": "Hi"}')
+    return parse_row(row, where, default_id)
 
 
 def parse_row(row: Mapping[str, Any], where: str, default_id: str) -> PromptRow:
@@ -80,20 +81,6 @@ def parse_row(row: Mapping[str, Any], where: str, default_id: str) -> PromptRow:
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise PeagleError(f"{where}: 'output_tokens' is {length!r}: give a whole number of at least 1, or leave it out")
     return PromptRow(id=row_id, messages=messages, later_turns=later, output_tokens=length, **label)
-
-
-def parse_object(text: str, where: str) -> dict[str, Any]:
-    """One JSON object; `where` is what errors call it. Raises PeagleError."""
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PeagleError(f"{where}: not valid JSON at character {error.pos + 1}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a thousand brackets
-        raise PeagleError(f"{where}: JSON that cannot be read ({error}); shorten it") from None
-    if not isinstance(row, dict):
-        kind = "null" if row is None else type(row).__name__
-        raise PeagleError(f"{where}: a JSON {kind}, expected an object with 'prompt', 'turns' or 'messages'")
-    return row
 
 
 def _conversation(key: str, value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...]]:

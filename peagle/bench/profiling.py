@@ -92,45 +92,41 @@ def run_profile(
     length = _needed_length(config, spec, _most_drafts(speculation))
     sys.stderr.write(f"peagle: loading {model} ...\n")
     bandwidth = copy_bandwidth(device)
+    shared = ("load_format", "graphs", "async_scheduling", "kernels", "dtype", "device")
     llm = LLM(
         model,
         speculative_config=speculation,
-        dtype=config.dtype,
-        device=config.device,
         max_model_len=length,
         max_num_seqs=config.concurrency,
-        load_format=config.load_format,
-        graphs=config.graphs,
-        async_scheduling=config.async_scheduling,
-        kernels=config.kernels,
+        **{name: getattr(config, name) for name in shared},
     )
     drafts = speculation.max_drafts if speculation else 0
     window, profile, cost = measure(llm, drafts, config, length, resolve_dtype(config.dtype, device), trace)
     measured = Measured(window, profile, cost, bandwidth)
     drafting = _drafting(llm, speculation)
-    title = f"{llm.target.name}, {drafting}, {config.concurrency} at once, {device}"
+    _print(measured, f"{llm.target.name}, {drafting}, {config.concurrency} at once, {device}", drafts, console)
+    if out is not None:
+        prompts = "random tokens: what is accepted means nothing"
+        settings = {"model": llm.target.name, "drafting": drafting, "prompts": prompts, **asdict(config)}
+        results = {"summary": measured.summary(), "rows": measured.rows()}
+        write_result(out, out.stem, settings | {"device": str(device)}, results)
+        console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+    return measured
+
+
+def _print(measured: Measured, title: str, num_drafts: int, console: Console) -> None:
+    """The tables, and with drafts what must not be read into them."""
     console.print(_summary_table(title, measured))
-    if drafts:
+    if num_drafts:
         console.print(
             "What is accepted here means nothing, and tokens per second depend on it: prompts are random tokens, "
             "their answers no text a head was trained on. `ms per step` holds for any text.",
             style="yellow",
         )
-    console.print(_shares_table("By what it does", measured.profile, measured.profile.groups))
-    name = "Longest kernels" if measured.profile.on_gpu else "Longest operations, without what they call"
-    console.print(_shares_table(name, measured.profile, measured.profile.top))
-    if out is not None:
-        prompts = "random tokens: what is accepted means nothing"
-        settings = {
-            "model": llm.target.name,
-            "drafting": drafting,
-            "prompts": prompts,
-            **asdict(config),
-            "device": str(device),
-        }
-        write_result(out, out.stem, settings, {"summary": measured.summary(), "rows": measured.rows()})
-        console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
-    return measured
+    profile = measured.profile
+    console.print(_shares_table("By what it does", profile, profile.groups))
+    name = "Longest kernels" if profile.on_gpu else "Longest operations, without what they call"
+    console.print(_shares_table(name, profile, profile.top))
 
 
 def measure(

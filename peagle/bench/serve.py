@@ -24,7 +24,7 @@ from peagle.bench.sets import PromptSet, load_prompts
 from peagle.bench.settings import WITHOUT_EFFECT, BenchServeConfig
 from peagle.bench.signals import ignore_signals, signals_put_back
 from peagle.errors import PeagleError
-from peagle.terminal import said_if_slow
+from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:
     import aiohttp

@@ -9,7 +9,7 @@ from peagle.bench.help import BENCH_SERVE_ALIASES, BENCH_SERVE_FLAGS, SWEEP_FLAG
 from peagle.bench.settings import BenchServeConfig
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, SweepConfig
 from peagle.errors import PeagleError
-from peagle.flags import with_flags
+from peagle.flags import Model, with_flags
 from peagle.help import EXAMPLES
 
 bench = typer.Typer(
@@ -31,9 +31,7 @@ def serve(config: BenchServeConfig) -> None:
 @bench.command(epilog=EXAMPLES["bench sweep"])
 @with_flags(SweepConfig, SWEEP_FLAGS)
 def sweep(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face directory, .gguf file, Hub id, or smollm2-135m.")
-    ],
+    model: Model,
     config: SweepConfig,
     out: Annotated[Path, typer.Option(metavar="F.json", help="Result; runs, K tables and plots go beside it.")],
     head: Annotated[

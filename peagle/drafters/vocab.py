@@ -45,9 +45,3 @@ def membership(draft_ids: Tensor, vocab_size: int) -> Tensor:
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[draft_ids.cpu()] = True
     return t2d
-
-
-def coverage(counts_V: Tensor, draft_ids: Tensor) -> float:
-    """Share of counted tokens the draft vocabulary can propose, 0..1: the ceiling of any position's acceptance."""
-    total = int(counts_V.sum())
-    return int(counts_V[draft_ids].sum()) / total if total else 0.0

@@ -63,39 +63,15 @@ class LLM:
         seed: int = 0,
     ) -> None:
         config = EngineConfig(
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_kv_blocks=num_kv_blocks,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            graphs=graphs,
-            async_scheduling=async_scheduling,
-            attention=attention,
-            load_format=load_format,
-            unpack_experts=unpack_experts,
-            kernels=kernels,
-            seed=seed,
-        )
-        on = resolve_device(config.device)
-        precision = resolve_dtype(config.dtype, on)
-        # What is wrong is said before the weights are read, which takes a while.
-        resolve_kernels(config, on)
+            dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
+            gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching, graphs=graphs,
+            async_scheduling=async_scheduling, attention=attention, load_format=load_format,
+            unpack_experts=unpack_experts, kernels=kernels, seed=seed,
+        )  # fmt: skip
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
-        if speculative_config is not None:
-            local_head(speculative_config.model)
-        target = load_target(
-            model,
-            dtype=precision,
-            device=on,
-            load_format=config.load_format,
-            unpack_experts=config.unpack_experts or config.kernels == "torch",
-            check=lambda spec: check_max_model_len(config.max_model_len, spec),
-        )
+        target = _load_checked(model, config, speculative_config)
         if speculative_config is None:
             self._build(target, None, config, 0)
             return
@@ -294,6 +270,23 @@ def _stream(tokenizer: Any, params: SamplingParams, streamed: bool) -> TextStrea
 
 def _new_text(request: Request, *, final: bool) -> str:
     return request.stream.take(final=final) if request.stream is not None else ""
+
+
+def _load_checked(model: str, config: EngineConfig, speculation: SpeculativeConfig | None) -> Target:
+    """The target, once all is checked that can be before its weights are read, which takes a while."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    resolve_kernels(config, device)
+    if speculation is not None:
+        local_head(speculation.model)
+    return load_target(
+        model,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        unpack_experts=config.unpack_experts or config.kernels == "torch",
+        check=lambda spec: check_max_model_len(config.max_model_len, spec),
+    )
 
 
 def _load_head(asked: SpeculativeConfig, target: Target) -> tuple[Eagle3Drafter, SpeculativeConfig]:

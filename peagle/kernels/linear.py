@@ -33,8 +33,3 @@ def packed_linear(x_RI: Tensor, packed_OI: Tensor, bias_O: Tensor | None) -> Ten
     if rows < _MIN_ROWS:
         x_RI = F.pad(x_RI, (0, 0, 0, _MIN_ROWS - rows))
     return torch.ops.mkldnn._linear_pointwise(x_RI, packed_OI, bias_O, "none", [], "")[:rows]
-
-
-def linear_ref(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """The plain form of `packed_linear`."""
-    return F.linear(x_RI, weight_OI, bias_O)

@@ -72,9 +72,19 @@ def as_unicode(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+class _JsonRepr(Repr):
+    """The beginning of a value, its constants spelled as in JSON."""
+
+    def repr_bool(self, value: bool, _level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, _value: None, _level: int) -> str:  # the name that Repr looks for
+        return "null"
+
+
 def shown(value: object) -> str:
     """A value of the client's as an error repeats it."""
-    short = Repr()  # looks at the beginning alone: a value can have millions of parts
+    short = _JsonRepr()  # looks at the beginning alone: a value can have millions of parts
     short.maxlist = short.maxdict = short.maxtuple = 20
     short.maxstring = short.maxlong = short.maxother = 2 * _MOST_SHOWN
     text = short.repr(value)
@@ -103,8 +113,12 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _expected(message: str) -> str:
-    """What a value should be, from pydantic's "Input should be a valid integer" and its like."""
-    return re.sub(r"^\w+ should ", "", message).split(" after validation")[0]
+    """What a value should be, from pydantic's "Input should be a valid integer" and its like, in the words of JSON."""
+    text = re.sub(r"^\w+ should ", "", message).split(" after validation")[0]
+    text = re.sub(
+        r"a valid dictionary( or (an )?(object|instance)( of \w+| to extract fields from)?)?", "an object", text
+    )
+    return text.replace("a valid list", "an array")
 
 
 def add_error_handlers(app: FastAPI) -> None:

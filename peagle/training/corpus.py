@@ -18,6 +18,7 @@ from peagle.training.batches import has_rows, split_holdout
 from peagle.training.dataset import Document, data_hash, load_documents
 from peagle.training.rows import RowLayout, fitting_positions
 from peagle.training.show import say
+from peagle.waiting import said_if_slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,10 @@ def load_prepared(model: str, data: Path, console: Console) -> tuple[list[Docume
 
     Raises PeagleError when they cannot be read or were prepared with another model.
     """
-    documents, manifest = load_documents(data)
-    settings = manifest.get("settings")
-    check_prepared_for(model, resolve_model(model), data, settings if isinstance(settings, dict) else {})
+    with said_if_slow(f"reading {data} and checking that it was prepared with {model}"):
+        documents, manifest = load_documents(data)
+        settings = manifest.get("settings")
+        check_prepared_for(model, resolve_model(model), data, settings if isinstance(settings, dict) else {})
     if not manifest.get("complete", True):
         say(console, f"{data} is not complete: the documents of its finished shards are used")
     return documents, data_hash(manifest)

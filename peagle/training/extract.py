@@ -6,7 +6,7 @@ files as one that never stopped.
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from peagle.config import ExtractConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.errors import PeagleError
 from peagle.files import open_output
+from peagle.meter import Meter
 from peagle.models.fingerprint import file_sha256, weights_fingerprint
 from peagle.models.hub import resolve_model
 from peagle.models.target import Target, display_name
@@ -272,22 +272,11 @@ class _ShardWriter:
 def _extract_missing(
     plan: ExtractPlan, missing: Sequence[int], manifest: FeatureManifest, target: Target, console: Console
 ) -> None:
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
-    )  # fmt: skip
-    progress = Progress(*columns, console=console, disable=not console.is_terminal)
-    total = sum(plan.shard_tokens(index) for index in missing)
-    task = progress.add_task("target features", total=total, rate=0.0)
-
-    def advance(tokens: int) -> None:
-        so_far = progress.tasks[0]
-        progress.update(task, advance=tokens, rate=(so_far.completed + tokens) / (so_far.elapsed or 1.0))
-
+    tokens = sum(plan.shard_tokens(index) for index in missing)
     try:
-        with progress, _ShardWriter(plan, manifest) as writer:
+        with Meter(console, "tokens", tokens) as meter, _ShardWriter(plan, manifest) as writer:
             for index in missing:
-                writer.put(index, *_shard_features(plan, index, target, advance))
+                writer.put(index, *_shard_features(plan, index, target, meter))
                 if not console.is_terminal:
                     say(console, f"shard {index + 1} of {len(plan.ranges)}: {plan.shard_tokens(index):,} tokens")
     except KeyboardInterrupt:
@@ -296,9 +285,7 @@ def _extract_missing(
         raise
 
 
-def _shard_features(
-    plan: ExtractPlan, index: int, target: Target, advance: Callable[[int], None]
-) -> tuple[Tensor, Tensor]:
+def _shard_features(plan: ExtractPlan, index: int, target: Target, meter: Meter) -> tuple[Tensor, Tensor]:
     """Taps [T, C] and hidden states [T, H] of a shard's documents in order, on the CPU."""
     first, stop = plan.ranges[index]
     documents = [
@@ -313,7 +300,7 @@ def _shard_features(
         features_XF = features_XF.cpu()
         taps_TC[rows] = features_XF[:, :size]
         hidden_TH[rows] = features_XF[:, size:]
-        advance(len(rows))
+        meter.advance(len(rows), tokens=len(rows))
     return taps_TC, hidden_TH
 
 

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from peagle.errors import PeagleError
+from peagle.meter import Meter
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import Attend
 from peagle.training.attention import Backend, causal_document_attend
@@ -132,12 +132,10 @@ def fill_cache(
     shape = (int(lengths.sum()), feature_size + model.spec.hidden_size)
     _check_fits(shape, weight, console)
     cache_TF = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-    columns = (TextColumn("target features"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("fill", total=shape[0])
+    with Meter(console, "target features", shape[0]) as meter:
         for rows, features_XF in document_features(model, tap_ids, documents):
             cache_TF.index_copy_(0, rows.to(weight.device), features_XF)
-            progress.advance(task, len(rows))
+            meter.advance(len(rows), tokens=len(rows))
     return CachedFeatures(cache_TF, feature_size, first_token_D)
 
 

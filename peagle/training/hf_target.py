@@ -30,6 +30,7 @@ from peagle.models.target import Target, display_name, load_target, read_spec
 from peagle.models.tokenizer import load_tokenizer
 from peagle.training.features import fill_batches
 from peagle.training.show import say
+from peagle.waiting import said_if_slow
 
 # Padded tokens of one forward: transformers keeps the stream of every layer, not only the tapped ones.
 BLOCK_TOKENS = 8192
@@ -46,12 +47,14 @@ def load_training_target(model: str, *, dtype: torch.dtype, device: torch.device
     """
     try:
         if not read_spec(resolve_model(model)).sinks:
-            return load_target(model, dtype=dtype, device=device)
+            with said_if_slow(f"loading {model}"):
+                return load_target(model, dtype=dtype, device=device)
         reason = "attention sinks need the engine's cache, which training does without"
         note = reason
     except UnsupportedTarget as error:
         reason, note = str(error), "a head trained for it is served by vLLM; `peagle generate` cannot run this target"
-    target = load_hf_target(model, reason, dtype=dtype, device=device)
+    with said_if_slow(f"loading {model}"):
+        target = load_hf_target(model, reason, dtype=dtype, device=device)
     say(console, f"{target.name} is loaded through transformers: {note}")
     return target
 

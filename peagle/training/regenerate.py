@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from peagle.bench.datasets import read_prompts
 from peagle.config import EngineConfig, PrepareConfig
 from peagle.errors import PeagleError
 from peagle.files import open_output
+from peagle.meter import Meter
 from peagle.models.fingerprint import file_sha256, template_sha256, weights_fingerprint
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
@@ -37,6 +37,7 @@ from peagle.training.shards import (
     write_shard,
 )
 from peagle.training.show import print_document, say
+from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,12 +84,13 @@ def prepare(
     prompt_limit = _prompt_limit(config, read_spec(path).max_position_embeddings)
     Dialogue(conversations[0]).open_turn(tokenizer)  # a template that cannot render is found before the model loads
     shards = _cut_into_shards(conversations, config)
-    manifest = Manifest(
-        settings=_settings(model, path, tokenizer, files, config),
-        prompt_files=[{"name": file.name, "sha256": file_sha256(file)} for file in files],
-        sources=_sources(conversations),
-        num_shards=len(shards),
-    )
+    with said_if_slow(f"hashing {model} and {len(conversations):,} prompts"):
+        manifest = Manifest(
+            settings=_settings(model, path, tokenizer, files, config),
+            prompt_files=[{"name": file.name, "sha256": file_sha256(file)} for file in files],
+            sources=_sources(conversations),
+            num_shards=len(shards),
+        )
     open_data_set(out, manifest)
     kept = len(manifest.shards)
     if kept == len(shards):
@@ -105,16 +107,17 @@ def prepare(
 
 def load_engine(model: str, config: PrepareConfig, max_model_len: int) -> "LLM":
     """The engine without drafts, large enough for `config.max_num_seqs` requests at once."""
-    from peagle.engine.engine import LLM
+    with said_if_slow(f"loading {model}"):
+        from peagle.engine.engine import LLM
 
-    return LLM(
-        model,
-        dtype=config.dtype,
-        device=config.device,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, config.max_num_seqs),
-    )
+        return LLM(
+            model,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, config.max_num_seqs),
+        )
 
 
 # Before the model is loaded
@@ -227,59 +230,23 @@ def _check_same_settings(out: Path, earlier: Any, present: dict[str, Any]) -> No
 # Generation
 
 
-class _Meter:
-    """Progress over answers, with the rate of generated tokens; one line a shard where there is no terminal."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console = console
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f}/s"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.task = self.progress.add_task("answers", total=total, tokens=0, rate=0.0)
-        self.tokens = 0
-
-    def finish(self, _index: int, output: "RequestOutput") -> None:
-        """`on_finish` of the engine: one more answer."""
-        self.tokens += len(output.token_ids)
-        elapsed = self.progress.tasks[0].elapsed or 0.0
-        rate = self.tokens / elapsed if elapsed > 0 else 0.0
-        self.progress.update(self.task, advance=1, tokens=self.tokens, rate=rate)
-
-    def skip(self, turns: int) -> None:
-        """Turns that will not be answered."""
-        self.progress.update(self.task, advance=turns)
-
-    def shard_done(self, record: ShardRecord, num_shards: int) -> None:
-        """Say so where no bar is shown."""
-        if self.progress.disable:
-            say(
-                self.console,
-                f"shard {record.index + 1} of {num_shards}: {record.documents} documents, {record.tokens} tokens",
-            )
-
-
 def _regenerate_missing(
     llm: "LLM", shards: Sequence[Sequence[_Job]], prompt_limit: int, out: Path, manifest: Manifest, console: Console
 ) -> None:
     finished = {record.index for record in manifest.shards}
     missing = [index for index in range(len(shards)) if index not in finished]
-    meter = _Meter(console, sum(len(job.conversation.steps) for index in missing for job in shards[index]))
+    answers = sum(len(job.conversation.steps) for index in missing for job in shards[index])
+    say(console, f"{answers:,} answers to write; shards to finish: {len(missing):,}")
     try:
-        with meter.progress:
+        with Meter(console, "answers", answers) as meter:
             for index in missing:
                 rows, splits, skipped = _regenerate_shard(llm, shards[index], prompt_limit, meter)
                 record = write_shard(out, index, rows, splits=splits, skipped=skipped)
                 manifest.shards.append(record)
                 write_manifest(out, manifest)
-                meter.shard_done(record, len(shards))
+                if not console.is_terminal:
+                    documents = f"{record.documents} documents, {record.tokens} tokens"
+                    say(console, f"shard {index + 1} of {len(shards)}: {documents}")
     except KeyboardInterrupt:
         done = len(manifest.shards)
         say(console, f"Stopped: {done} of {len(shards)} shards are in {out}. Run the same command again to go on.")
@@ -287,7 +254,7 @@ def _regenerate_missing(
 
 
 def _regenerate_shard(
-    llm: "LLM", jobs: Sequence[_Job], prompt_limit: int, meter: _Meter
+    llm: "LLM", jobs: Sequence[_Job], prompt_limit: int, meter: Meter
 ) -> tuple[list[ShardRow], int, dict[str, int]]:
     """(rows in job order, splits, skipped by reason). All dialogues advance together, one turn at a time."""
     dialogues = [Dialogue(job.conversation) for job in jobs]
@@ -311,7 +278,7 @@ def _open_turns(
     active: Sequence[int],
     prompt_limit: int,
     skipped: Counter[str],
-    meter: _Meter,
+    meter: Meter,
 ) -> list[int]:
     """Open the next turn of the active dialogues; those whose prompt is too long end and are counted."""
     texts = [dialogues[index].open_turn(tokenizer) for index in active]
@@ -324,20 +291,24 @@ def _open_turns(
             continue
         is_first = dialogue.turns_left == len(dialogue.conversation.steps)
         skipped[PROMPT_TOO_LONG if is_first else LATER_TURN_TOO_LONG] += 1
-        meter.skip(dialogue.turns_left)
+        meter.advance(dialogue.turns_left)  # which will not be answered
         dialogue.drop_turn()
     return fitting
 
 
 def _answer(
-    llm: "LLM", jobs: Sequence[_Job], dialogues: Sequence[Dialogue], active: Sequence[int], meter: _Meter
+    llm: "LLM", jobs: Sequence[_Job], dialogues: Sequence[Dialogue], active: Sequence[int], meter: Meter
 ) -> None:
     """Let the target answer the open turn of the active dialogues, longest prompts first."""
     if not active:
         return
     order = sorted(active, key=lambda index: -len(dialogues[index].token_ids))
     prompts = [dialogues[index].token_ids for index in order]
-    outputs = llm.generate(prompts, [jobs[index].params for index in order], on_finish=meter.finish)
+
+    def finish(_: int, output: "RequestOutput") -> None:
+        meter.advance(tokens=len(output.token_ids))
+
+    outputs = llm.generate(prompts, [jobs[index].params for index in order], on_finish=finish)
     end_texts = {token_id: str(llm.tokenizer.decode([token_id])) for token_id in llm.target.spec.eos_token_ids}
     for index, output in zip(order, outputs, strict=True):
         response = Response(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)

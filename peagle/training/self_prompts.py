@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress
 
 from peagle.config import EngineConfig, SelfPromptConfig
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
+from peagle.meter import Meter
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
 from peagle.models.tokenizer import encode, load_tokenizer, render_chat
 from peagle.sampling import SamplingParams
 from peagle.training.show import say
+from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,14 +47,15 @@ def self_prompts(model: str, out: Path, config: SelfPromptConfig, console: Conso
     room = read_spec(path).max_position_embeddings - len(prefix_ids)
     if config.max_tokens > room:
         raise PeagleError(f"max_tokens is {config.max_tokens}: the model's context leaves {room} for a user turn")
-    llm = LLM(
-        model,
-        dtype=config.dtype,
-        device=config.device,
-        max_model_len=len(prefix_ids) + config.max_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, 4 * config.max_num_seqs),
-    )
+    with said_if_slow(f"loading {model}"):
+        llm = LLM(
+            model,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=len(prefix_ids) + config.max_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, 4 * config.max_num_seqs),
+        )
     texts = _draw(llm, prefix_ids, params, config, console)
     if not texts:
         raise PeagleError(
@@ -92,14 +94,13 @@ def _draw(
     """The different usable user turns among `config.count` draws, in the order drawn."""
     texts: dict[str, None] = {}
     batch = 4 * config.max_num_seqs  # bounds how many finished draws are in memory as token ids
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("user turns", total=config.count)
+    with Meter(console, "user turns", config.count) as meter:
         for first in range(0, config.count, batch):
             numbers = range(first, min(first + batch, config.count))
             outputs = llm.generate(
                 [prefix_ids] * len(numbers),
                 [replace(params, seed=(config.seed << 40) + number) for number in numbers],
-                on_finish=lambda *_: progress.advance(task),
+                on_finish=lambda _, output: meter.advance(tokens=len(output.token_ids)),
             )
             for output in outputs:
                 text = output.text.strip()

@@ -78,6 +78,7 @@ from peagle.training.train_state import (
     write_recipe,
     write_state,
 )
+from peagle.waiting import said_if_slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +140,8 @@ def train_head(
     for line in (unused_settings(config), note):
         if line:
             say(console, line)
-    trainer = Trainer(target, split_corpus(documents, config), out, config, recipe, state, console, ranks)
+    with said_if_slow("building the head and its rows"):
+        trainer = Trainer(target, split_corpus(documents, config), out, config, recipe, state, console, ranks)
     if checkpoint is not None:
         load_checkpoint(checkpoint, trainer.placement, trainer.optimizers, trainer.running, trainer.average)
         say(console, f"resuming after step {state.step:,} ({state.seconds:.0f} s of training)")
@@ -217,6 +219,7 @@ class Trainer:
 
     def _loop(self, data: Prefetcher, monitor: Monitor, clock: Clock, interrupt: Interrupt) -> None:
         """Steps, reports, evaluations and checkpoints, until the plan is done or somebody wants an end."""
+        first = self.state.step
         while True:
             # Rank 0's clock and signals count for all: the ranks must stop at the same step.
             seconds, stop = self.ranks.share([clock.seconds, interrupt.asked])
@@ -226,7 +229,12 @@ class Trainer:
                 interrupt.leave()
             if self.state.step >= self.planned or seconds >= (self.config.max_seconds or math.inf):
                 return
-            self._step(data, seconds)
+            if self.state.step == first:
+                with said_if_slow("the first step, which compiles its kernels on a GPU"):
+                    self._step(data, seconds)
+                monitor.note(f"first step done, a report follows every {self.config.log_interval} steps")
+            else:
+                self._step(data, seconds)
             if self.state.step % self.config.log_interval == 0:
                 self._report(monitor, clock)
             if self.state.step < self.planned:

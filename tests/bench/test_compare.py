@@ -156,6 +156,7 @@ def test_sums_are_compared_only_over_the_same_work():
     assert "max_tokens, repeats differ: seconds, counts and other sums are not compared" in longer.warnings
     more = compare(result(rows[:1]), result([rows[1] | {"prompts": 10}]))
     assert [change.name for change in more.changes] == ["tokens_per_second"]
+    assert "has 9 in the first file, 10 in the second" in more.warnings[0]
 
 
 def test_numbers_of_a_list_share_a_line_and_texts_stay(tmp_path):

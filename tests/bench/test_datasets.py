@@ -48,7 +48,7 @@ def test_a_line_separator_inside_a_text_is_no_line_end(tmp_path):
     ("line", "says"),
     [
         ('{"prompt": "Hi"', "not valid JSON at character"),
-        ("[1]", "a JSON list"),
+        ("[1]", "a JSON array"),
         ("null", "a JSON null"),
         ('{"prompt": ' + "1" * 5000 + "}", "cannot be read"),
         ("[" * 100_000, "cannot be read"),

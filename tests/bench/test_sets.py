@@ -76,7 +76,7 @@ def test_lengths_of_custom_rows(tmp_path):
     ("text", "said"),
     [
         ('{"prompt": "a"}\n{"prompt": \n', r"p\.jsonl:2: not valid JSON"),
-        ('{"prompt": "a"}\n[1]\n', r"p\.jsonl:2: a JSON list"),
+        ('{"prompt": "a"}\n[1]\n', r"p\.jsonl:2: a JSON array"),
         ('{"prompt": "a"}\n{"text": "b"}\n', r"p\.jsonl:2: has none of 'prompt'"),
         ('{"prompt": "a", "output_tokens": 0}\n', r"p\.jsonl:1: 'output_tokens' is 0"),
         ('{"prompt": ""}\n', r"p\.jsonl:1: 'prompt' must be text"),

@@ -5,13 +5,16 @@ import time
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from peagle.config import ServeConfig
 from peagle.errors import NoMemory
 from peagle.sampling import SamplingParams
 from peagle.server import guard
 from peagle.server.app import make_app
+from peagle.server.errors import of_validation, shown
 from peagle.server.metrics import Metrics
+from peagle.server.protocol import ChatBody
 from tests.server.serving import chat_llm, started
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -409,3 +412,14 @@ def test_a_time_limit_cuts(llm):
         assert error(response, 503)["code"] == "timeout"
         assert response.headers["retry-after"]
         llm.core.step = step
+
+
+def test_values_are_repeated_in_the_words_of_json():
+    assert shown({"a": [None, True, "x"]}) == "{'a': [null, true, 'x']}"
+    for body, says in (
+        ({"messages": True}, "messages is true: it should be an array"),
+        ({"messages": [None]}, "messages[0] is null: it should be an object"),
+    ):
+        with pytest.raises(ValidationError) as error:
+            ChatBody.model_validate(body)
+        assert of_validation(error.value.errors()).message == says

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, OpenAI
 from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.sampling import SamplingParams
-from peagle.speculation import choose_speculation
+from peagle.speculation import SpeculationFlags, choose_speculation
 from tests.engine.tiny import random_prompts
 from tests.server.serving import chat_llm, serving, wait_for
 
@@ -172,7 +172,9 @@ def test_a_slow_prompt_keeps_nobody_waiting(served, monkeypatch):
 def test_smollm2_with_its_head():
     """Real text, characters of several tokens among it, streamed by a model that accepts several tokens a round."""
     model = "smollm2-135m"
-    llm = LLM(model, speculative_config=choose_speculation(model), max_model_len=512, max_num_seqs=4)
+    llm = LLM(
+        model, speculative_config=choose_speculation(model, SpeculationFlags()), max_model_len=512, max_num_seqs=4
+    )
     messages = [{"role": "user", "content": "Repeat this line: 🙂 naïve 日本語 🙂🙃 日本語 naïve 🙂"}]
     wanted = llm.chat([messages], SamplingParams(max_tokens=60, temperature=0.0))[0]
     with serving(llm) as served, OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:

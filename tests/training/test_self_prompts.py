@@ -37,7 +37,8 @@ class FakeLLM:
             self.prompts.append(prompt)
             self.seeds.append(param.seed)
             text = " Hi " if number % 5 == 4 else f" {REQUESTS[number % 3]}\n"
-            outputs.append(SimpleNamespace(text=text, finish_reason="length" if number % 4 == 3 else "stop"))
+            ended = "length" if number % 4 == 3 else "stop"
+            outputs.append(SimpleNamespace(text=text, token_ids=[1], finish_reason=ended))
             on_finish(number, outputs[-1])
         return outputs
 
