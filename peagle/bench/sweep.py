@@ -7,7 +7,9 @@ a server loads; and plots.
 import hashlib
 import json
 import random
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,8 +46,8 @@ _WRITE_EVERY = 1.0  # seconds between results, which are made anew; runs are wri
 _OF_SOME = ("datasets", "heads", "servers")
 # Settings that say which runs there are, or what only some of them are: a grid that grows keeps the runs it has.
 _GRID = (
-    "methods", "k", "concurrency", "repeats", "seconds", "num_prompts", "prompts_per_client", "command",
-    "acceptance_lengths", *_OF_SOME,
+    "methods", "k", "concurrency", "repeats", "seconds", "num_prompts", "prompts_per_client", "min_prompts",
+    "command", "acceptance_lengths", *_OF_SOME,
 )  # fmt: skip
 
 
@@ -65,6 +67,7 @@ def run_sweep(
     console.print(f"loading {model}", markup=False, highlight=False)
     source = EngineSource.load(model, used, sets, config, plain=PLAIN in methods)
     setting = {
+        "command": _command(),
         "target": source.target.name,
         "datasets": _described(sets),
         "heads": {method: _identity(head) for method, head in used.items()},
@@ -87,6 +90,7 @@ def run_server_sweep(
     sets = read_sets(config.datasets, config.seed)
     source = ServerSource(model, servers, sets, config)
     setting = {
+        "command": _command(),
         "target": model,
         "datasets": _described(sets),
         "servers": {setup.label: info.version for setup, info in source.infos.items()},
@@ -95,6 +99,10 @@ def run_server_sweep(
     }
     sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
     return sweep.measure(list(sets), list(servers))
+
+
+def _command() -> str:
+    return shlex.join(["peagle", *sys.argv[1:]])
 
 
 class Sweep:
