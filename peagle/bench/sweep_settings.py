@@ -15,8 +15,9 @@ class SweepConfig:
     """A grid of methods, K and concurrency over prompt sets, measured `repeats` times in turns.
 
     `methods` None is every one there is a head or a server for. A cell answers `num_prompts` prompts, or
-    `prompts_per_client` x concurrency if that is less, but no fewer than `min_prompts`: cells of few requests at once take
-    longest, but need prompts enough for an interval. A set with fewer prompts begins again. `max_tokens` is per answer. After `seconds` no cell is begun any more.
+    `prompts_per_client` x concurrency if that is less, but no fewer than `min_prompts`: cells of few requests at once
+    take longest, and need enough prompts for an interval. A set with fewer prompts begins again. `max_tokens` is per
+    answer. After `seconds` no cell is begun any more.
     """
 
     datasets: tuple[str, ...] = ("mt-bench", "humaneval", "gsm8k")

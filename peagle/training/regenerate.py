@@ -5,6 +5,7 @@ prompt's id and the temperature alone, so neither sharding nor resuming changes 
 """
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOO_LONG = "prompt_too_long"
 LATER_TURN_TOO_LONG = "later_turn_too_long"
+_SAY_EVERY = 20.0  # seconds between lines, without a terminal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +230,7 @@ def _check_same_settings(out: Path, earlier: Any, present: dict[str, Any]) -> No
 
 
 class _Meter:
-    """Progress over answers, with the rate of generated tokens; one line a shard where there is no terminal."""
+    """Progress over answers, with the rate of generated tokens; lines now and then where there is no terminal."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console = console
@@ -244,7 +246,7 @@ class _Meter:
             disable=not console.is_terminal,
         )
         self.task = self.progress.add_task("answers", total=total, tokens=0, rate=0.0)
-        self.tokens = 0
+        self.tokens, self._said = 0, time.perf_counter()
 
     def finish(self, _index: int, output: "RequestOutput") -> None:
         """`on_finish` of the engine: one more answer."""
@@ -252,6 +254,11 @@ class _Meter:
         elapsed = self.progress.tasks[0].elapsed or 0.0
         rate = self.tokens / elapsed if elapsed > 0 else 0.0
         self.progress.update(self.task, advance=1, tokens=self.tokens, rate=rate)
+        if self.progress.disable and time.perf_counter() - self._said > _SAY_EVERY:
+            self._said = time.perf_counter()
+            task = self.progress.tasks[0]
+            left = f", about {elapsed * (task.total / task.completed - 1):,.0f} s left" if task.total else ""
+            say(self.console, f"{task.completed:,.0f} of {task.total:,.0f} answers, {rate:,.0f} tokens/s{left}")
 
     def skip(self, turns: int) -> None:
         """Turns that will not be answered."""
