@@ -256,7 +256,10 @@ def test_a_cell_has_prompts_for_its_clients_and_for_an_interval():
     assert SweepConfig(num_prompts=70, min_prompts=200).prompts_of(1) == 70
 
 
-def test_engines_answer_every_prompt_alike_with_their_k(engines):
+@pytest.mark.parametrize("ahead", [0, 1])  # 1: as on a GPU
+def test_engines_answer_every_prompt_alike_with_their_k(engines, ahead, monkeypatch):
+    for llm in engines._engines.values():
+        monkeypatch.setattr(llm.core, "_steps_ahead", ahead)
     runs = {}
     for setup in setups_of([P_EAGLE, EAGLE3, PLAIN], [2, 3]):
         assert list(engines.warm_up([setup]))
