@@ -6,7 +6,7 @@ compared is the price of drafting and verifying, not a head. Where the announcem
 mode has it. Load: a closed loop of random prompts. Decoding without drafts is the same on every prompt set, so it is
 measured once per concurrency and repeat.
 
-Hardware: one GPU of 40 GB. A repeat of the whole grid takes about six minutes on an H200; what is most worth knowing,
+Hardware: one GPU of 40 GB. A repeat of the whole grid takes minutes on an H200; what is most worth knowing,
 c = 1 and 64, comes first, and --seconds ends it where it is. --resume goes on.
 
     python -m benchmarks.announcement --out benchmarks/results/announcement-gpt-oss-20b-h200.json --seconds 540
@@ -70,8 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         methods=tuple(args.methods),
         k=tuple(args.k),
         concurrency=tuple(args.concurrency),
-        num_prompts=args.prompts_per_client * max(args.concurrency),
+        num_prompts=max(args.prompts_per_client * max(args.concurrency), args.min_prompts),
         prompts_per_client=args.prompts_per_client,
+        min_prompts=args.min_prompts,
         max_tokens=args.output_tokens,
         ignore_eos=True,
         repeats=args.repeats,
@@ -113,6 +114,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--k", nargs="+", type=int, choices=range(1, max(DRAFTS) + 1), default=list(DRAFTS))
     parser.add_argument("--concurrency", nargs="+", type=int, default=list(_ORDER), help=f"of {CONCURRENCY} or others")
     parser.add_argument("--prompts-per-client", type=int, default=2)
+    parser.add_argument("--min-prompts", type=int, default=8, help="of a cell; 8 or more have intervals")
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="begin no run that would not end within this time")

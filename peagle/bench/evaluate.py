@@ -54,6 +54,7 @@ def run_eval(
         warning = f"--run-code: programs that the model wrote will run here, confined by {confinement()}"
         console.print(warning, style="yellow", markup=False, soft_wrap=True)
     device = resolve_device(config.device)
+    console.print(f"loading {model}", markup=False, highlight=False)
     target, drafter = _load(path, model, config, device)
     settings = {
         **_provenance(path, sets),

@@ -112,6 +112,7 @@ SWEEP_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Cells": {
             "num_prompts": "Prompts that a cell answers; a set with fewer begins again.",
             "prompts_per_client": "At most this many x concurrency, so that few requests at once do not take longest.",
+            "min_prompts": "But no fewer than this: 8 or more have intervals.",
             "max_tokens": "Longest answer, in tokens.",
             "temperature": "Sampling temperature; 0 is greedy.",
             "ignore_eos": "Go on to the full length, past the end of the answer.",

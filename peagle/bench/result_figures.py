@@ -43,8 +43,8 @@ _SUMS = frozenset(
      "correct", "outcomes", "equal", "equal_answers", "identical", "tokens_compared", "answers"}
 )  # fmt: skip
 _AMOUNTS = frozenset(
-    {"repeats", "prompts", "num_prompts", "prompts_per_client", "limit", "max_tokens", "accuracy_tokens",
-     "lossless_prompts", "ignore_eos", "steps", "minutes", "output_len", "random_input_len"}
+    {"repeats", "prompts", "num_prompts", "prompts_per_client", "min_prompts", "limit", "max_tokens",
+     "accuracy_tokens", "lossless_prompts", "ignore_eos", "steps", "minutes", "output_len", "random_input_len"}
 )  # fmt: skip
 TOO_FEW = f"fewer than {FEWEST_REQUESTS} prompts; measure again with more (--limit or --num-prompts)"
 NO_SPREAD = f"the files have no interval and fewer than {_FEW} repeats of it; where there is --repeats, raise it"

@@ -7,7 +7,9 @@ a server loads; and plots.
 import hashlib
 import json
 import random
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,13 +41,13 @@ DEFINITIONS = {
     "load": "a closed loop: as one request ends the next is sent",
 }
 
-_WRITE_EVERY = 1.0  # seconds between results, which are made anew; runs are written one by one
+_WRITE_EVERY = 5.0  # seconds between results, which are made anew; runs are written one by one
 # What belongs to one prompt set, one method or one setup alone.
 _OF_SOME = ("datasets", "heads", "servers")
 # Settings that say which runs there are, or what only some of them are: a grid that grows keeps the runs it has.
 _GRID = (
-    "methods", "k", "concurrency", "repeats", "seconds", "num_prompts", "prompts_per_client", "command",
-    "acceptance_lengths", *_OF_SOME,
+    "methods", "k", "concurrency", "repeats", "seconds", "num_prompts", "prompts_per_client", "min_prompts",
+    "command", "acceptance_lengths", *_OF_SOME,
 )  # fmt: skip
 
 
@@ -65,6 +67,7 @@ def run_sweep(
     console.print(f"loading {model}", markup=False, highlight=False)
     source = EngineSource.load(model, used, sets, config, plain=PLAIN in methods)
     setting = {
+        "command": _command(),
         "target": source.target.name,
         "datasets": _described(sets),
         "heads": {method: _identity(head) for method, head in used.items()},
@@ -87,6 +90,7 @@ def run_server_sweep(
     sets = read_sets(config.datasets, config.seed)
     source = ServerSource(model, servers, sets, config)
     setting = {
+        "command": _command(),
         "target": model,
         "datasets": _described(sets),
         "servers": {setup.label: info.version for setup, info in source.infos.items()},
@@ -95,6 +99,10 @@ def run_server_sweep(
     }
     sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
     return sweep.measure(list(sets), list(servers))
+
+
+def _command() -> str:
+    return shlex.join(["peagle", *sys.argv[1:]])
 
 
 class Sweep:
@@ -111,8 +119,7 @@ class Sweep:
         self._plan: list[Cell] = []
         self._setting, self._begin = dict(setting), begin
         self.results = Results()
-        here = provenance()
-        self._where = {"gpu": here["machine"]["gpu"], "torch": here["versions"]["torch"]}
+        self._here = provenance()
         self._file = RunFile(out, self._key)
         if resume:
             for repeat, cell, run in self._file.read():
@@ -123,7 +130,8 @@ class Sweep:
         decisive = {name: value for name, value in (asdict(self._config) | self._setting).items() if name not in _GRID}
         names = (cell.dataset, cell.setup.method, cell.setup.label)
         own = {part: [self._setting.get(part, {}).get(name) for name in names] for part in _OF_SOME}
-        return fingerprint({**decisive, **self._where, **own, "requests": self._config.prompts_of(cell.concurrency)})
+        where = {"gpu": self._here["machine"]["gpu"], "torch": self._here["versions"]["torch"]}
+        return fingerprint({**decisive, **where, **own, "requests": self._config.prompts_of(cell.concurrency)})
 
     def measure(self, datasets: Sequence[str], setups: Sequence[Setup]) -> bool:
         """Measure what is not there yet, as far as the time goes; write tables, plots and K tables. Whether all is
@@ -197,7 +205,7 @@ class Sweep:
             **asdict(self._config), **self._setting, "definitions": DEFINITIONS, "partial": bool(missing),
             "missing_runs": missing,
         }  # fmt: skip
-        write_result(self._out, self._out.stem, settings, {"rows": rows})
+        write_result(self._out, self._out.stem, settings, {"rows": rows}, self._here)
         self._written = time.perf_counter()
         if report:
             self._report(rows, missing)

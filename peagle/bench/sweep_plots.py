@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _COLORS = ("tab:blue", "tab:orange")  # of the methods that draft
 _SIDE = 3.4  # inches of one picture
+_DPI = 85  # three prompt sets make pictures of some 100 KB
 
 
 def plot_sweep(rows: Sequence[SweepRow], out: Path, note: str = "") -> list[Path]:
@@ -30,6 +31,8 @@ def plot_sweep(rows: Sequence[SweepRow], out: Path, note: str = "") -> list[Path
     figures = {"acceptance": _acceptance(drafting)}
     if any(row.speedup_over_none is not None for row in drafting):
         figures |= {"heat-map": _heat_maps(drafting), "speed-up": _curves(drafting)}
+    from matplotlib import rc_context
+
     paths = []
     for name, figure in figures.items():
         if note:
@@ -37,7 +40,8 @@ def plot_sweep(rows: Sequence[SweepRow], out: Path, note: str = "") -> list[Path
         for suffix in ("png", "svg"):
             path = out.with_name(f"{out.stem}-{name}.{suffix}")
             try:
-                figure.savefig(path, dpi=110)
+                with rc_context({"svg.fonttype": "none"}):  # letters as text are smaller
+                    figure.savefig(path, dpi=_DPI)
             except OSError as error:
                 raise PeagleError(f"cannot write the plot {path}: {error.strerror}; choose another folder") from None
             paths.append(path)

@@ -118,11 +118,12 @@ class Results:
         return repeat in self.runs.get(cell, {})
 
     def rows(self) -> list[SweepRow]:
-        """A row per cell; only what has changed is computed anew."""
-        for group in dict.fromkeys((cell.dataset, cell.concurrency) for cell in self.runs):
+        """A row per cell, in the order of their first runs; only what has changed is computed anew."""
+        groups = dict.fromkeys((cell.dataset, cell.concurrency) for cell in self.runs)
+        for group in groups:
             if group not in self._rows:
                 self._rows[group] = self._group(*group)
-        return [row for rows in self._rows.values() for row in rows]
+        return [row for group in groups for row in self._rows[group]]
 
     def row(self, cell: Cell) -> SweepRow:
         """The row of one cell that was measured."""

@@ -15,8 +15,9 @@ class SweepConfig:
     """A grid of methods, K and concurrency over prompt sets, measured `repeats` times in turns.
 
     `methods` None is every one there is a head or a server for. A cell answers `num_prompts` prompts, or
-    `prompts_per_client` x concurrency if that is less: as the cells of few requests at once take longest. A set with
-    fewer prompts begins again. `max_tokens` is per answer. After `seconds` no cell is begun any more.
+    `prompts_per_client` x concurrency if that is less, but no fewer than `min_prompts`: cells of few requests at once
+    take longest, and need enough prompts for an interval. A set with fewer prompts begins again. `max_tokens` is per
+    answer. After `seconds` no cell is begun any more.
     """
 
     datasets: tuple[str, ...] = ("mt-bench", "humaneval", "gsm8k")
@@ -25,6 +26,7 @@ class SweepConfig:
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     num_prompts: int = 80
     prompts_per_client: int | None = None
+    min_prompts: int = 1
     max_tokens: int = 256
     temperature: float = 0.0
     ignore_eos: bool = False
@@ -35,7 +37,7 @@ class SweepConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_prompts", "prompts_per_client", "max_tokens", "repeats")
+        check_at_least(self, 1, "num_prompts", "prompts_per_client", "min_prompts", "max_tokens", "repeats")
         check_positive(self, "seconds")
         check_between(self, 0, 100, "temperature")
         check_between(self, 0, 2**31 - 1, "seed")
@@ -71,4 +73,5 @@ class SweepConfig:
 
     def prompts_of(self, concurrency: int) -> int:
         """How many requests a cell of so many in flight answers."""
-        return min(self.num_prompts, (self.prompts_per_client or self.num_prompts) * concurrency)
+        share = (self.prompts_per_client or self.num_prompts) * concurrency
+        return min(self.num_prompts, max(self.min_prompts, share))

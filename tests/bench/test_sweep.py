@@ -250,7 +250,16 @@ def engines():
     return EngineSource(target, {P_EAGLE: parallel, EAGLE3: serial}, {"a": random_prompts(4)}, config)
 
 
-def test_engines_answer_every_prompt_alike_with_their_k(engines):
+def test_a_cell_has_prompts_for_its_clients_and_for_an_interval():
+    config = SweepConfig(num_prompts=96, prompts_per_client=3, min_prompts=16)
+    assert [config.prompts_of(c) for c in (1, 2, 8, 16, 64)] == [16, 16, 24, 48, 96]
+    assert SweepConfig(num_prompts=70, min_prompts=200).prompts_of(1) == 70
+
+
+@pytest.mark.parametrize("ahead", [0, 1])  # 1: as on a GPU
+def test_engines_answer_every_prompt_alike_with_their_k(engines, ahead, monkeypatch):
+    for llm in engines._engines.values():
+        monkeypatch.setattr(llm.core, "_steps_ahead", ahead)
     runs = {}
     for setup in setups_of([P_EAGLE, EAGLE3, PLAIN], [2, 3]):
         assert list(engines.warm_up([setup]))
