@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -148,7 +149,7 @@ def _measure_shapes(args: argparse.Namespace) -> None:
         engines = [_engine(session, target, drafters.get(setup.method), setup) for setup in setups]
         _take_turns(session, engines)
         del target, drafters, engines
-        _free()
+        free()
 
 
 def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
@@ -156,13 +157,13 @@ def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
     args = session.args
     for engine in engines:
         for concurrency in args.concurrency:
-            decode_window(engine.llm, engine.prompts[:concurrency], _params(_WARM_UP_TOKENS))
+            decode_window(engine.llm, engine.prompts[:concurrency], decode_params(_WARM_UP_TOKENS))
     for _ in range(args.repeats):
         for concurrency in args.concurrency:
             for engine in engines:
                 if session.is_over:
                     return
-                window = decode_window(engine.llm, engine.prompts[:concurrency], _params(args.output_tokens))
+                window = decode_window(engine.llm, engine.prompts[:concurrency], decode_params(args.output_tokens))
                 engine.windows.setdefault(concurrency, []).append(window)
                 session.measured(engine, concurrency)
     for engine in engines:
@@ -176,7 +177,7 @@ def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
 def _profile(engine: Engine, concurrency: int, steps: int) -> tuple[Profile, Window]:
     """Steps with the profiler, and as many before them without."""
     tokens = 2 * _WARM_UP_TOKENS + (2 * steps + 4) * (engine.setup.num_drafts + 1)
-    batch = Decoding(engine.llm, engine.prompts[:concurrency], _params(tokens))
+    batch = Decoding(engine.llm, engine.prompts[:concurrency], decode_params(tokens))
     batch.settle()
     window = batch.advance(steps)
     profile = profile_steps(batch, steps)
@@ -231,8 +232,16 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
 def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup) -> Engine:
     args = session.args
     longest = max(args.output_tokens, 2 * _WARM_UP_TOKENS + (2 * args.profile_steps + 4) * (setup.num_drafts + 1))
-    length = PROMPT_TOKENS + longest + 2 * setup.num_drafts + 1
-    config = EngineConfig(
+    config = engine_config(args, target, longest + 2 * setup.num_drafts + 1)
+    rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
+    llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
+    return Engine(setup, llm, random_prompts(target.spec.vocab_size, max(args.concurrency)))
+
+
+def engine_config(args: argparse.Namespace, target: Target, tokens: int, **changes: Any) -> EngineConfig:
+    """What an engine needs for `tokens` tokens after each prompt, at the highest concurrency."""
+    length = PROMPT_TOKENS + tokens
+    return EngineConfig(
         dtype=args.dtype,
         device=args.device,
         max_model_len=min(-(-length // _BLOCK_SIZE) * _BLOCK_SIZE, target.spec.max_position_embeddings),
@@ -240,10 +249,8 @@ def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, set
         block_size=_BLOCK_SIZE,
         num_kv_blocks=max(args.concurrency) * (-(-length // _BLOCK_SIZE) + 1),
         enable_prefix_caching=False,
+        **changes,
     )
-    rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
-    llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
-    return Engine(setup, llm, random_prompts(target.spec.vocab_size, max(args.concurrency)))
 
 
 def dummy_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
@@ -278,7 +285,8 @@ def dummy_drafter(target: Target, method: str) -> Eagle3Drafter:
     return drafter
 
 
-def _params(tokens: int) -> SamplingParams:
+def decode_params(tokens: int) -> SamplingParams:
+    """Greedy, always to the full length."""
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
@@ -289,7 +297,8 @@ def _sum(windows: Sequence[Window]) -> Window:
     return total
 
 
-def _free() -> None:
+def free() -> None:
+    """Give back the memory of engines that nobody holds any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
