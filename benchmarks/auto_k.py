@@ -3,8 +3,8 @@
 Random weights of the shapes named; a head is a chance by which each draft is kept once those before it were
 (benchmarks/speed_shapes.py), the same for every K. What is timed is a whole batch of requests, prompts and the last
 stragglers included, by the engine's own code that chooses K, from costs it measured at its start. "auto, first batch"
-begins with nothing known of the head; "auto" is the batch after it. "none" is an engine without a head. All of them take
-turns, repeat by repeat. Hardware: one GPU, two minutes a shape.
+begins with nothing known of the head; "auto" is the batch after it. "none" is an engine without a head. All of them
+take turns, repeat by repeat. Hardware: one GPU, two minutes a shape.
 
     python -m benchmarks.auto_k --out benchmarks/results/auto-k-h200.json
     python -m benchmarks.auto_k --device cpu --out /tmp/smoke.json      # does the script itself work? a tiny shape
@@ -148,8 +148,8 @@ class Shape:
     """A shape's two engines, with and without a head, everything captured, and the costs of steps."""
 
     def __init__(self, args: argparse.Namespace, shape: str) -> None:
-        self._tokens = args.output_tokens
-        target = dummy_target(shape, resolve_dtype(args.dtype, resolve_device(args.device)), resolve_device(args.device))
+        self._tokens, device = args.output_tokens, resolve_device(args.device)
+        target = dummy_target(shape, resolve_dtype(args.dtype, device), device)
         config = engine_config(args, target, self._tokens + 2 * _MOST + 1)
         self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
         self._plain = LLM.from_parts(target, None, 0, config, pack=False)
