@@ -45,7 +45,8 @@ CACHE = {"enable_prefix_caching": True}
 # Rows a step: most prompts are longer. Decoding rows come first, so with drafts there are more of them, or prompts
 # would trickle in by 16 tokens a step: that took most of the time and said nothing more.
 CHUNKS = {"max_num_batched_tokens": 96}
-CHUNKS_BESIDE_DRAFTS = {"max_num_batched_tokens": 320}
+CHUNKS_BESIDE_3, CHUNKS_BESIDE_7 = {"max_num_batched_tokens": 192}, {"max_num_batched_tokens": 320}
+SCARCE = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ SETTINGS = (
     Setting("preemption", caches=(1.0,), share=0.5),
     Setting("a step ahead", changes=AHEAD, needs_cuda=True),
     Setting("one at a time, graphs", changes={**GRAPHS, "max_num_seqs": 1}, share=0.125),
-    Setting("all together", 3, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_DRAFTS}, (0.25, 0.5, 1.0), share=0.5),
-    Setting("all together", 7, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_DRAFTS}, (0.25, 0.5, 1.0), share=0.5),
+    Setting("all together", 3, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_3}, SCARCE, share=0.5),
+    Setting("all together", 7, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_7}, SCARCE, share=0.5),
 )
 
 
