@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel that streams weights starts while the short one before it still runs.
 
-Weights follow from no other kernel. So a layer's programs may be placed, and the first of their weights be on their way
-to the L2 cache, before what they multiply is there. A short kernel that comes before such a layer calls `let_next_start`
-first of all; the layer is launched with `launch_pdl` and calls `wait_for_previous` before it loads or stores anything.
-A prefetch is neither: what it reads is not kept.
+Weights follow from no other kernel. So a layer's programs may be placed, and the first of their weights be on their
+way to the L2 cache, before what they multiply is there. A short kernel that comes before such a layer calls
+`let_next_start` first of all; the layer is launched with `launch_pdl` and calls `wait_for_previous` before it loads or
+stores anything. A prefetch is neither: what it reads is not kept.
 
 GPUs before Hopper have none of it, nor has the interpreter. `PEAGLE_EARLY_LAUNCH=0` turns it off.
 """
