@@ -3,9 +3,9 @@
 With random weights and acceptance by chance (benchmarks/speed_shapes.py says which), so that no trained head is needed
 and vLLM can be given the very same (benchmarks/peer_vllm.py). 128 tokens in, 512 out, greedy, end tokens ignored; timed
 are the steps in which all requests decode. The engines of a group stand side by side and take turns, repeat by repeat.
-After the repeats some steps are profiled: how long the GPU was busy, how many kernels and launches. Every figure is
-written as soon as it is there, the most important groups first: stopped early, by --seconds or by hand, the file holds
-what was measured. Hardware: one GPU of 40 GB.
+After the first repeat some steps are profiled: how long the GPU was busy, how many kernels and launches. Every figure
+is written as soon as it is there, the most important groups first: stopped early, by --seconds or by hand, the file
+holds what was measured, marked partial. Hardware: one GPU of 40 GB.
 
     python -m benchmarks.engine_speed --out benchmarks/results/engine-speed-h200.json
     python -m benchmarks.engine_speed --shapes qwen3-8b --methods p-eagle none --k 7 --seconds 120 --out FILE
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -98,10 +99,10 @@ class Session:
         """Write the rows anew with those of an engine at one concurrency, and say how far things are."""
         row = _row(engine, concurrency, self.bandwidth, self.dtype)
         self.rows[engine.setup, concurrency] = row
+        self._done += 1
         self._write()
         now = time.perf_counter()
         self._first = self._first or now  # what came before it, loading and warming up, comes once a group
-        self._done += 1
         spent = now - self._begin
         left = (now - self._first) / max(self._done - 1, 1) * (self._total - self._done)
         busy = "" if row.gpu_busy_ms is None else f", GPU busy {row.gpu_busy_ms:.3f} ms"
@@ -123,6 +124,7 @@ class Session:
             "device": str(self.device),
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 1),
             "bandwidth_is": "given" if args.bandwidth else "that of a copy, reads and writes together",
+            "partial": self._done < self._total,
             "definition": "tokens per second = acceptance length x requests / time of a step, prefill left out",
         }
         write_result(args.out, args.out.stem, settings, {"rows": list(self.rows.values())})
@@ -137,7 +139,7 @@ def main() -> None:
 def _measure_shapes(args: argparse.Namespace) -> None:
     groups = plan(args.shapes, args.methods, args.k, equal=not args.no_equal)
     if not groups:
-        raise PeagleError(f"nothing to measure: K of random drafters is 3, 5 or 7, not {args.k}")
+        raise PeagleError(f"nothing to measure: K of random drafters is 1, 3, 5 or 7, not {args.k}")
     session = Session(args, sum(map(len, groups)) * len(args.concurrency) * (args.repeats + 1))
     for setups in groups:
         if session.is_over:
@@ -148,25 +150,24 @@ def _measure_shapes(args: argparse.Namespace) -> None:
         engines = [_engine(session, target, drafters.get(setup.method), setup) for setup in setups]
         _take_turns(session, engines)
         del target, drafters, engines
-        _free()
+        free()
 
 
 def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
-    """Warm up, then repeat by repeat every engine at every concurrency, then profile each."""
+    """Warm up, then repeat by repeat every engine at every concurrency; after the first repeat profile each."""
     args = session.args
     for engine in engines:
         for concurrency in args.concurrency:
-            decode_window(engine.llm, engine.prompts[:concurrency], _params(_WARM_UP_TOKENS))
-    for _ in range(args.repeats):
-        for concurrency in args.concurrency:
-            for engine in engines:
-                if session.is_over:
-                    return
-                window = decode_window(engine.llm, engine.prompts[:concurrency], _params(args.output_tokens))
-                engine.windows.setdefault(concurrency, []).append(window)
-                session.measured(engine, concurrency)
-    for engine in engines:
-        for concurrency in args.concurrency:
+            decode_window(engine.llm, engine.prompts[:concurrency], decode_params(_WARM_UP_TOKENS))
+    turns = [(engine, concurrency) for concurrency in args.concurrency for engine in engines]
+    for repeat in range(args.repeats):
+        for engine, concurrency in turns:
+            if session.is_over:
+                return
+            window = decode_window(engine.llm, engine.prompts[:concurrency], decode_params(args.output_tokens))
+            engine.windows.setdefault(concurrency, []).append(window)
+            session.measured(engine, concurrency)
+        for engine, concurrency in turns if repeat == 0 else ():
             if session.is_over:
                 return
             engine.profiles[concurrency] = _profile(engine, concurrency, args.profile_steps)
@@ -176,7 +177,7 @@ def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
 def _profile(engine: Engine, concurrency: int, steps: int) -> tuple[Profile, Window]:
     """Steps with the profiler, and as many before them without."""
     tokens = 2 * _WARM_UP_TOKENS + (2 * steps + 4) * (engine.setup.num_drafts + 1)
-    batch = Decoding(engine.llm, engine.prompts[:concurrency], _params(tokens))
+    batch = Decoding(engine.llm, engine.prompts[:concurrency], decode_params(tokens))
     batch.settle()
     window = batch.advance(steps)
     profile = profile_steps(batch, steps)
@@ -231,8 +232,16 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
 def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup) -> Engine:
     args = session.args
     longest = max(args.output_tokens, 2 * _WARM_UP_TOKENS + (2 * args.profile_steps + 4) * (setup.num_drafts + 1))
-    length = PROMPT_TOKENS + longest + 2 * setup.num_drafts + 1
-    config = EngineConfig(
+    config = engine_config(args, target, longest + 2 * setup.num_drafts + 1)
+    rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
+    llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
+    return Engine(setup, llm, random_prompts(target.spec.vocab_size, max(args.concurrency)))
+
+
+def engine_config(args: argparse.Namespace, target: Target, tokens: int, **changes: Any) -> EngineConfig:
+    """What an engine needs for `tokens` tokens after each prompt, at the highest concurrency."""
+    length = PROMPT_TOKENS + tokens
+    return EngineConfig(
         dtype=args.dtype,
         device=args.device,
         max_model_len=min(-(-length // _BLOCK_SIZE) * _BLOCK_SIZE, target.spec.max_position_embeddings),
@@ -240,10 +249,8 @@ def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, set
         block_size=_BLOCK_SIZE,
         num_kv_blocks=max(args.concurrency) * (-(-length // _BLOCK_SIZE) + 1),
         enable_prefix_caching=False,
+        **changes,
     )
-    rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
-    llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
-    return Engine(setup, llm, random_prompts(target.spec.vocab_size, max(args.concurrency)))
 
 
 def dummy_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
@@ -278,7 +285,8 @@ def dummy_drafter(target: Target, method: str) -> Eagle3Drafter:
     return drafter
 
 
-def _params(tokens: int) -> SamplingParams:
+def decode_params(tokens: int) -> SamplingParams:
+    """Greedy, always to the full length."""
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
@@ -289,7 +297,8 @@ def _sum(windows: Sequence[Window]) -> Window:
     return total
 
 
-def _free() -> None:
+def free() -> None:
+    """Give back the memory of engines that nobody holds any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -300,7 +309,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
     parser.add_argument("--methods", nargs="+", choices=[P_EAGLE, EAGLE3, PLAIN], default=[P_EAGLE, EAGLE3, PLAIN])
-    parser.add_argument("--k", nargs="+", type=int, default=[3, 5, 7])
+    parser.add_argument("--k", nargs="+", type=int, default=[1, 3, 5, 7])
     parser.add_argument("--no-equal", action="store_true", help="leave out EAGLE-3 at P-EAGLE's acceptance lengths")
     parser.add_argument("--concurrency", nargs="+", type=int)
     parser.add_argument("--repeats", type=int, default=3)

@@ -5,16 +5,19 @@ matmul depends on how many rows share it; so each first difference is judged: on
 from any engine, says how far the two tokens were from each other. `explained` means less than twice the numerical
 noise, which is measured too: how far the logits of the same rows lie apart when they are computed in other numbers.
 
-Hardware: one CUDA GPU. On the CPU, without graphs and with nothing in flight:
+The file is written after every setting, marked partial until the last. Hardware: one CUDA GPU, two minutes; a GPU for
+each precision halves that. On the CPU, without graphs and with nothing in flight:
 
     python -m benchmarks.lossless_gpu
+    python -m benchmarks.lossless_gpu --dtype float32 --out benchmarks/results/lossless-gpu-smollm2-135m-float32.json
     python -m benchmarks.lossless_gpu --device cpu --prompts 4 --tokens 16
 """
 
 import argparse
 import random
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,11 @@ PLAIN = {"graphs": False, "enable_prefix_caching": False, "async_scheduling": Fa
 GRAPHS = {"graphs": True}
 AHEAD = {"async_scheduling": True}
 CACHE = {"enable_prefix_caching": True}
-CHUNKS = {"max_num_batched_tokens": 64}
+# Rows a step: most prompts are longer. Decoding rows come first, so with drafts there are more of them, or prompts
+# would trickle in by 16 tokens a step: that took most of the time and said nothing more.
+CHUNKS = {"max_num_batched_tokens": 96}
+CHUNKS_BESIDE_3, CHUNKS_BESIDE_7 = {"max_num_batched_tokens": 192}, {"max_num_batched_tokens": 320}
+SCARCE = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ SETTINGS = (
     Setting("preemption", caches=(1.0,), share=0.5),
     Setting("a step ahead", changes=AHEAD, needs_cuda=True),
     Setting("one at a time, graphs", changes={**GRAPHS, "max_num_seqs": 1}, share=0.125),
-    Setting("all together", 3, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS}, caches=(0.25, 0.5, 1.0), share=0.5),
-    Setting("all together", 7, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS}, caches=(0.25, 0.5, 1.0), share=0.5),
+    Setting("all together", 3, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_3}, SCARCE, share=0.5),
+    Setting("all together", 7, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_7}, SCARCE, share=0.5),
 )
 
 
@@ -95,10 +102,14 @@ class Lossless:
 
     def run(self, setting: Setting) -> list[Run]:
         """The setting's run at each temperature, in one engine."""
-        for share in setting.caches or (None,):
-            llm = self._engine(setting, share)
-            runs = [self._run(llm, setting, temperature) for temperature in self._args.temperature]
-            if share is None or all(run.preemptions for run in runs):
+        shares = setting.caches or (None,)
+        for share in shares:
+            llm, runs = self._engine(setting, share), []
+            for temperature in self._args.temperature:
+                runs.append(self._run(llm, setting, temperature))
+                if share != shares[-1] and not runs[-1].preemptions:
+                    break  # another size has to be tried: it says so at the first temperature
+            else:
                 break
         if not self._prompt_lengths:
             self._prompt_lengths = [len(output.prompt_token_ids) for output in runs[0].outputs]
@@ -226,41 +237,61 @@ def not_exercised(rows: Sequence[LosslessSettingRow]) -> list[str]:
     return list(dict.fromkeys(silent))
 
 
-def measure(
-    args: argparse.Namespace, dtype: str
-) -> tuple[list[LosslessSettingRow], list[DivergenceRow], tuple[float, float]]:
-    """(a row per setting and temperature, every divergence, the noise) in one precision."""
+@dataclass
+class Results:
+    """What was found so far."""
+
+    rows: list[LosslessSettingRow] = field(default_factory=list)
+    divergences: list[DivergenceRow] = field(default_factory=list)
+    noise: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def chosen(args: argparse.Namespace) -> list[Setting]:
+    """The settings asked for that this device has."""
+    on_cuda = resolve_device(args.device).type == "cuda"
+    return [setting for setting in SETTINGS if setting.name in args.settings and (on_cuda or not setting.needs_cuda)]
+
+
+def measure(args: argparse.Namespace, dtype: str, results: Results) -> Iterator[str]:
+    """Add a row for each setting and temperature, and every divergence; yields what was done each time."""
     bench = Lossless(args, dtype)
     references = bench.run(REFERENCE)
-    noise = bench.judge.noise(references[0].outputs)
-    print(f"{dtype}: logits of the same rows lie up to {noise[0]:.3g} apart, {noise[1]:.3g} on average", flush=True)
-    rows: list[LosslessSettingRow] = []
-    divergences: list[DivergenceRow] = []
-    for setting in SETTINGS:
-        if setting.name not in args.settings or (setting.needs_cuda and bench.device.type != "cuda"):
-            continue
-        begun = time.perf_counter()
+    yield f"{dtype}: reference"
+    largest, mean = bench.judge.noise(references[0].outputs)
+    results.noise[dtype] = {"largest": largest, "mean": mean}
+    yield f"{dtype}: logits of the same rows lie up to {largest:.3g} apart, {mean:.3g} on average"
+    for setting in chosen(args):
         runs = bench.run(setting)
-        for temperature, run, reference in zip(args.temperature, runs, references):
-            row, found = bench.compare(setting, temperature, run, reference, noise[0])
-            rows.append(row)
-            divergences += found
-        seconds = time.perf_counter() - begun
-        print(f"  {setting.name}, K={setting.num_drafts}: {seconds:.1f} s", flush=True)
-    return rows, divergences, noise
+        for temperature, run, reference in zip(args.temperature, runs, references, strict=True):
+            row, found = bench.compare(setting, temperature, run, reference, largest)
+            results.rows.append(row)
+            results.divergences += found
+        yield f"{dtype}: {setting.name}, K={setting.num_drafts}"
 
 
 def main() -> None:
     args = _arguments()
-    begun = time.perf_counter()
-    rows: list[LosslessSettingRow] = []
-    divergences: list[DivergenceRow] = []
-    noise: dict[str, dict[str, float]] = {}
-    for dtype in args.dtype:
-        measured, found, (largest, mean) = measure(args, dtype)
-        noise[dtype] = {"largest": largest, "mean": mean}
-        rows += measured
-        divergences += found
+    begun = last = time.perf_counter()
+    results, total = Results(), len(args.dtype) * (2 + len(chosen(args)))
+    steps = (said for dtype in args.dtype for said in measure(args, dtype, results))
+    for done, said in enumerate(steps, start=1):
+        now = time.perf_counter()
+        left = (now - begun) / done * (total - done)
+        print(
+            f"[{done}/{total}, {now - begun:.0f} s, about {left:.0f} s left] {said}: {now - last:.1f} s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        last = now
+        _write(args, results, now - begun, partial=done < total)
+    print(render_block("lossless-gpu-", read_result(args.out)))
+    print(f"wrote {args.out} after {time.perf_counter() - begun:.0f} s")
+    if silent := not_exercised(results.rows):
+        raise SystemExit(f"not exercised: {', '.join(silent)}; ask for more --tokens or --prompts")
+    if not all(row.explained for row in results.rows):
+        raise SystemExit("some answers differ by more than numerical noise")
+
+
+def _write(args: argparse.Namespace, results: Results, seconds: float, *, partial: bool) -> None:
     settings = {
         "command": command(),
         "target": args.model,
@@ -269,16 +300,13 @@ def main() -> None:
         "prompts": args.prompts,
         "max_tokens": args.tokens,
         "compared_with": "plain decoding, 64 at once, whole prompts, no graphs, no prefix cache, nothing in flight",
-        "noise": noise,
-        "seconds": round(time.perf_counter() - begun, 1),
+        "noise": results.noise,
+        "seconds": round(seconds, 1),
+        "partial": partial,
     }
-    write_result(args.out, args.out.stem, settings, {"rows": rows, "divergences": divergences})
-    print(render_block("lossless-gpu-", read_result(args.out)))
-    print(f"wrote {args.out} after {settings['seconds']} s")
-    if silent := not_exercised(rows):
-        raise SystemExit(f"not exercised: {', '.join(silent)}; ask for more --tokens or --prompts")
-    if not all(row.explained for row in rows):
-        raise SystemExit("some answers differ by more than numerical noise")
+    write_result(
+        args.out, args.out.stem, settings, {"rows": results.rows, "divergences": results.divergences}
+    )  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,22 +2,25 @@
 
 Norms, rotation, gate and paged attention of one layer, for B requests of 1 + K or 2 K rows each. Each form is captured
 in a CUDA graph of many calls and replayed, so launches from the host do not count. The floor is what must be read and
-written once, at the memory bandwidth given with --bandwidth. Successive calls of attention take turns at up to eight
+written once, at the memory bandwidth given with --bandwidth, or what must be multiplied, at --tflops, if that is more.
+Successive calls of attention take turns at up to eight
 caches, and those of linear layers at as many weights, so that small ones do not stay in L2; the other operations'
 inputs do, as in a step. Hardware: one GPU; about two minutes on an H200.
 
 Linear layers with their norm, gate or sum, and the rotation that writes keys and values, run for --linear-rows rows:
-as one launch ("triton"), and as cuBLAS and one Triton kernel for each other operation ("torch").
+as one launch ("triton"), and as cuBLAS and one Triton kernel for each other operation ("torch"). Attention of whole
+prompts runs for --prefill-rows rows: over paged keys ("triton"), and torch's own over dense ones ("torch").
 
 A mixture of experts runs for --expert-rows rows with routing by chance, router not included, with matrices and with
 MXFP4 unpacked in the kernel; its floor is that of the experts that any row chose. On a GPU it has no form in torch:
-that waits for the host.
+that waits for the host. The file is written after each group of rows, marked partial until the last.
 
     python -m benchmarks.model_kernels --out benchmarks/results/model-kernels-h200.json
     python -m benchmarks.model_kernels --device cpu --out FILE      # does the script run: torch forms, tiny sizes
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,8 +38,9 @@ from peagle.errors import PeagleError
 from peagle.kernels.fused_linear import linear_add, norm_linear
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.moe import ExpertWeights, moe
+from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
 from peagle.kernels.packed_experts import PACKED_BYTES, PackedMatrix
-from peagle.kernels.paged_attention import paged_attention
+from peagle.kernels.paged_attention import paged_attention, plan_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
@@ -64,6 +68,11 @@ class Shape:
     normed: bool
     experts: tuple[int, int] | None = None
 
+    @property
+    def attention(self) -> tuple[int, int, int]:
+        """Query heads, key heads, head size."""
+        return self.heads, self.kv_heads, self.head_dim
+
 
 SHAPES = {
     "tiny": Shape("tiny", 64, 96, 4, 2, 16, True, (4, 2)),
@@ -77,7 +86,9 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelRow:
-    """One operation in one form. `floor_ms` is bytes over bandwidth; `keys` and `splits` are of attention only."""
+    """One operation in one form. `floor_ms`: bytes over bandwidth, or multiplications over their peak if that is more.
+
+    `keys` and `splits` are of attention only."""
 
     shape: str
     operation: str
@@ -88,6 +99,7 @@ class KernelRow:
     splits: int
     ms: float
     megabytes: float
+    gflop: float
     floor_ms: float
     times_floor: float
 
@@ -102,6 +114,7 @@ class Work:
     bytes_moved: int
     keys: int = 0
     splits: int = 0
+    flops: int = 0
 
 
 # (arguments, shape, requests, rows of a request, backend)
@@ -110,39 +123,38 @@ Works = Callable[[argparse.Namespace, Shape, int, int, str], Iterator[Work]]
 
 def main() -> None:
     args = _arguments()
-    rows = (
-        [
-            row
-            for name in args.shapes
-            for requests in args.requests
-            for row_count in args.rows
-            for backend in args.backends
-            for row in _measure(args, SHAPES[name], requests, row_count, backend, _works)
-        ]
-        + [
-            row
-            for name in args.shapes
-            for row_count in args.linear_rows
-            for backend in args.backends
-            for row in _measure(args, SHAPES[name], 1, row_count, backend, _linear_works)
-        ]
-        + [
-            row
-            for name in args.shapes
-            for row_count in args.expert_rows
-            for backend in args.backends
-            for row in _measure(args, SHAPES[name], 1, row_count, backend, _expert_works)
-        ]
-    )
+    each_request = [(requests, rows, _works) for requests in args.requests for rows in args.rows]
+    alone = [
+        (1, rows, works)
+        for counts, works in (
+            (args.linear_rows, _linear_works), (args.prefill_rows, _prefill_works), (args.expert_rows, _expert_works)
+        )
+        for rows in counts
+    ]  # fmt: skip
+    groups = [(SHAPES[name], *group) for name in args.shapes for group in (*each_request, *alone)]
+    found: list[KernelRow] = []
+    begun = time.perf_counter()
+    for done, (shape, requests, rows, works) in enumerate(groups, start=1):
+        for backend in args.backends:
+            found += _measure(args, shape, requests, rows, backend, works)
+        _write(args, found, partial=done < len(groups))
+        spent = time.perf_counter() - begun
+        left = spent / done * (len(groups) - done)
+        print(f"[{done}/{len(groups)}, {spent:.0f} s, about {left:.0f} s left]", file=sys.stderr, flush=True)
+    print(f"wrote {args.out}")
+
+
+def _write(args: argparse.Namespace, rows: list[KernelRow], *, partial: bool) -> None:
     settings = {
         "command": command(),
         "dtype": args.dtype,
         "bandwidth_gb_per_s": args.bandwidth,
         "block_size": _BLOCK_SIZE,
+        "tflops": args.tflops,
         "calls_per_graph": _CALLS,
+        "partial": partial,
     }
     write_result(args.out, args.out.stem, settings, {"rows": rows})
-    print(f"wrote {args.out}")
 
 
 def _measure(
@@ -151,7 +163,7 @@ def _measure(
     with torch.inference_mode():
         for work in works(args, shape, requests, rows, backend):
             ms = _milliseconds(args, work)
-            floor_ms = work.bytes_moved / args.bandwidth / 1e6
+            floor_ms = max(work.bytes_moved / args.bandwidth / 1e6, work.flops / args.tflops / 1e9)
             yield KernelRow(
                 shape=shape.name,
                 operation=work.operation,
@@ -162,6 +174,7 @@ def _measure(
                 splits=work.splits,
                 ms=round(ms, 5),
                 megabytes=round(work.bytes_moved / 1e6, 4),
+                gflop=round(work.flops / 1e9, 4),
                 floor_ms=round(floor_ms, 5),
                 times_floor=round(ms / floor_ms, 2),
             )
@@ -221,7 +234,8 @@ def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
         copies = max(1, min(_CALLS, (200 << 20) // (inputs * outputs * dtype.itemsize))) if args.device != "cpu" else 1
         x, weights = random(total, inputs), random(copies, outputs, inputs) * inputs**-0.5
         moved = (outputs * inputs + total * (inputs + extra)) * dtype.itemsize
-        return Work(f"{name} {inputs}->{outputs}", lambda copy: call(x, weights[copy]), copies, moved)
+        flops = 2 * total * inputs * outputs
+        return Work(f"{name} {inputs}->{outputs}", lambda copy: call(x, weights[copy]), copies, moved, flops=flops)
 
     norm, residual = torch.ones(shape.hidden, device=args.device, dtype=dtype), random(total, shape.hidden)
 
@@ -239,7 +253,17 @@ def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
     qkv_size = heads_size + 2 * kv_size
     yield linear("norm_linear", shape.hidden, qkv_size, normed, qkv_size)
     yield linear("stream_linear", shape.hidden, qkv_size, lambda x, w: stream_linear(x, w, backend=backend), qkv_size)
-    yield _rotation(shape, random(total, qkv_size), fused)
+    write, qkv_RA = _Rotation(shape, total, residual, fused), random(total, qkv_size)
+    rotated = (2 * qkv_RA.numel() + write.cos.numel() + write.sin.numel()) * dtype.itemsize
+    yield Work("rope_write", lambda _: write.call(qkv_RA), 1, rotated)
+
+    def normed_and_written(x: Tensor, weight: Tensor) -> Tensor:
+        if fused and not shape.normed:
+            qkv = NormedLinear(norm, 1e-6, weight, None)
+            return norm_qkv_rope(x, qkv, write.cos, write.sin, shape.heads, *write.cache, backend="triton")
+        return write.call(normed(x, weight))
+
+    yield linear("norm_qkv_rope", shape.hidden, qkv_size, normed_and_written, qkv_size)
     gated = linear(
         "gated_stream_linear", shape.hidden, 2 * shape.intermediate,
         lambda x, w: gated_stream_linear(x, w, backend=backend), shape.intermediate,
@@ -286,6 +310,7 @@ def _expert_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
             partial(_route, x, logits, weights, top_k, backend),
             copies,
             int(moved),
+            flops=6 * total * top_k * hidden * features,
         )
 
 
@@ -295,23 +320,52 @@ def _route(
     return moe(x, logits[copy], weights, top_k=top_k, alpha=1.702, limit=7.0, backend=backend)
 
 
-def _rotation(shape: Shape, qkv_RA: Tensor, fused: bool) -> Work:
-    """Rotate and write to the cache, in one launch or two."""
-    rows, device, dtype = qkv_RA.shape[0], qkv_RA.device, qkv_RA.dtype
-    inv_freq = rope_inverse_frequencies(RopeSpec(theta=1e6, head_dim=shape.head_dim)).to(device)
-    cos, sin = rope_tables(torch.arange(rows, device=device), inv_freq, dtype, backend="torch")
-    keys, values = torch.zeros(2, shape.kv_heads, rows + 1, shape.head_dim, device=device, dtype=dtype)
-    slots, ones = torch.arange(rows, device=device), torch.ones(shape.head_dim, device=device, dtype=dtype)
-    norms = HeadNorms(ones, ones, 1e-6) if shape.normed else None
+class _Rotation:
+    """Rotation and write to a cache of as many slots as rows, in one launch or two."""
 
-    def call(_copy: int) -> None:
-        if fused:
-            rope_write(qkv_RA, cos, sin, shape.heads, keys, values, slots, norms, backend="triton")
-            return
-        _q, k, v = rope_qkv(qkv_RA, cos, sin, shape.heads, shape.kv_heads, norms)
+    def __init__(self, shape: Shape, rows: int, like: Tensor, fused: bool) -> None:
+        inv_freq = rope_inverse_frequencies(RopeSpec(theta=1e6, head_dim=shape.head_dim)).to(like.device)
+        self._shape, self._fused = shape, fused
+        self.cos, self.sin = rope_tables(torch.arange(rows, device=like.device), inv_freq, like.dtype, backend="torch")
+        keys, values = like.new_zeros(2, shape.kv_heads, rows + 1, shape.head_dim)
+        self.cache = keys, values, torch.arange(rows, device=like.device)
+        ones = like.new_ones(shape.head_dim)
+        self._norms = HeadNorms(ones, ones, 1e-6) if shape.normed else None
+
+    def call(self, qkv_RA: Tensor) -> Tensor:
+        """The rotated queries."""
+        shape, (keys, values, slots) = self._shape, self.cache
+        if self._fused:
+            return rope_write(
+                qkv_RA, self.cos, self.sin, shape.heads, keys, values, slots, self._norms, backend="triton"
+            )  # fmt: skip
+        q, k, v = rope_qkv(qkv_RA, self.cos, self.sin, shape.heads, shape.kv_heads, self._norms)
         kv_write(keys, values, slots, k, v)
+        return q
 
-    return Work("rope_write", call, 1, (2 * qkv_RA.numel() + cos.numel() + sin.numel()) * dtype.itemsize)
+
+def _prefill_works(
+    args: argparse.Namespace, shape: Shape, requests: int, rows: int, backend: str
+) -> Iterator[Work]:  # fmt: skip
+    """One prompt of `rows` tokens attending to itself."""
+    device, dtype, (heads, kv_heads, dim) = args.device, getattr(torch, args.dtype), shape.attention
+    blocks = -(-rows // _BLOCK_SIZE)
+    q = torch.randn(rows, heads, dim, device=device, dtype=dtype)
+    keys, values = torch.randn(2, kv_heads, blocks * _BLOCK_SIZE, dim, device=device, dtype=dtype)
+    limit = torch.arange(rows, device=device)
+    plan = plan_attention(
+        np.array([rows]), np.array([rows]), np.arange(blocks)[None], _BLOCK_SIZE, heads_per_kv=heads // kv_heads,
+        head_dim=dim, device=torch.device(device), backend=backend,
+    )  # fmt: skip
+
+    def call(_copy: int) -> Tensor:
+        if backend == "triton":
+            return paged_attention(q, keys, values, limit, plan)
+        k, v = keys[None, :, :rows], values[None, :, :rows]
+        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True, enable_gqa=True)
+
+    moved = 2 * rows * (heads + kv_heads) * dim * dtype.itemsize
+    yield Work("prefill attention", call, 1, moved, rows, 1, flops=2 * heads * dim * rows * (rows + 1) * requests)
 
 
 def _attention(
@@ -376,16 +430,18 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "model-kernels-h200.json")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--requests", nargs="+", type=int)
-    parser.add_argument("--rows", nargs="+", type=int, help="rows of one request: 1, 1 + K, 2 K")
-    parser.add_argument("--linear-rows", nargs="+", type=int, help="rows of the linear layers, of all requests")
-    parser.add_argument("--expert-rows", nargs="+", type=int, help="rows of a mixture of experts, of all requests")
-    parser.add_argument("--keys", nargs="+", type=int)
+    parser.add_argument("--requests", nargs="*", type=int)
+    parser.add_argument("--rows", nargs="*", type=int, help="rows of one request: 1, 1 + K, 2 K")
+    parser.add_argument("--linear-rows", nargs="*", type=int, help="rows of the linear layers, of all requests")
+    parser.add_argument("--prefill-rows", nargs="*", type=int, help="tokens of one prompt")
+    parser.add_argument("--expert-rows", nargs="*", type=int, help="rows of a mixture of experts, of all requests")
+    parser.add_argument("--keys", nargs="*", type=int)
     parser.add_argument("--backends", nargs="+", choices=["triton", "torch"])
     parser.add_argument("--splits", type=int, help="programs that share a tile's keys; default: as the engine chooses")
     parser.add_argument("--max-model-len", type=int, default=8192, help="width of the block tables")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--bandwidth", type=float, default=4800.0, help="of the GPU's memory, GB/s")
+    parser.add_argument("--tflops", type=float, default=989.0, help="of the GPU's matmuls in bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
@@ -393,11 +449,17 @@ def _arguments() -> argparse.Namespace:
     if not cpu and not torch.cuda.is_available():
         raise PeagleError("no CUDA device: run on a GPU, or try the script itself with --device cpu")
     args.shapes = args.shapes or (["tiny"] if cpu else [name for name in SHAPES if name != "tiny"])
-    args.requests = args.requests or ([2] if cpu else [1, 8, 64])
-    args.rows = args.rows or ([3] if cpu else [1, 8, 14])
-    args.linear_rows = args.linear_rows or ([3] if cpu else [1, 8, 14, 64])
-    args.expert_rows = args.expert_rows or ([3] if cpu else [1, 8, 32, 64, 256, 512, 4096])
-    args.keys = args.keys or ([40] if cpu else [512, 4096])
+    defaults = {
+        "requests": ([2], [1, 8, 64]),
+        "rows": ([3], [1, 8, 14]),
+        "linear_rows": ([3], [1, 8, 14, 64]),
+        "prefill_rows": ([9], [512, 2048]),
+        "expert_rows": ([3], [1, 8, 32, 64, 256, 512, 4096]),
+        "keys": ([40], [512, 4096]),
+    }
+    for name, (small, whole) in defaults.items():
+        if getattr(args, name) is None:  # an empty list leaves the group out
+            setattr(args, name, small if cpu else whole)
     args.backends = args.backends or (["torch"] if cpu else ["triton", "torch"])
     return args
 

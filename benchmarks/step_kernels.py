@@ -4,19 +4,21 @@ bytes it must move.
 One steady step of B requests with K = 7 drafts: B (K+1) target rows verified, 2 K B drafter rows laid out, K B drafts.
 On a GPU each operation is captured in a CUDA graph many times over and the graph's replay is timed, so that no time of
 the host counts: this is what the operation costs within the engine's own graph. Inputs are read again and again, so
-what fits the L2 cache comes from there, as it does in the engine, where the operation before has just written it.
-Hardware: one GPU; about a minute on an H200.
+what fits the L2 cache comes from there, as it does in the engine, where the operation before has just written it. The
+file is written after each batch size, marked partial until the last. Hardware: one GPU; about a minute on an H200.
 
     python -m benchmarks.step_kernels --out benchmarks/results/step-kernels-h200.json
     python -m benchmarks.step_kernels --device cpu --batches 1 --out /tmp/smoke.json  # does the script itself work?
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial as bind
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -31,12 +33,17 @@ from peagle.kernels.draft_layout import DraftLayout, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow, draft_rows
 from peagle.kernels.expand_rows import expand_rows
 from peagle.kernels.kv_write import kv_write
+from peagle.kernels.logprobs import row_logprobs
+from peagle.kernels.penalties import TokenHistory
 from peagle.kernels.sample import sample
+from peagle.kernels.token_masks import TokenMasks
 from peagle.kernels.verify_rows import verify_rows
-from peagle.sampling import RowSampling
+from peagle.sampling import MAX_LOGPROBS, RowSampling
 
 _K, _BLOCK_SIZE, _MAX_MODEL_LEN, _POSITION = 7, 16, 8192, 2000
 _KEPT = 3  # drafts kept per request
+# Operations with one form here: log-probabilities have no other; the twin of filters sorts the whole vocabulary.
+_ONLY = MappingProxyType({"log-probabilities": "torch", "sample verify filtered": "triton"})
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,31 @@ class Step:
         """Rows at temperature 0.8."""
         index, ones = torch.arange(rows, device=self.device), torch.ones(rows, device=self.device)
         return RowSampling(0.8 * ones, index * 0, ones, index * 2**33, index, filtered=False)
+
+    def on_request_calls(self, logits: Tensor) -> list[tuple[str, int, Call]]:
+        """What steps do for requests that ask for it: penalties, a grammar's mask, filters, log-probabilities."""
+        batch, size, vocab = self.batch, logits.numel(), self.shape.vocab
+        history = TokenHistory(batch, vocab, logits.device)
+        history.factors_S4[:batch] = torch.tensor([1.1, 0.1, 0.1, 0.0], device=logits.device)
+        masks = TokenMasks(batch, _K + 1, vocab, logits.device)
+        masks.bits_SRW.random_()
+        plain = self.sampling(self.rows)
+        filtered = replace(plain, top_k=plain.top_k + 50, top_p=0.9 * plain.top_p, filtered=True)
+        tokens = logits.argmax(dim=1)
+        return [
+            (
+                "penalties",
+                (2 + 4) * size + (4 + 1) * batch * vocab,
+                lambda b: history.apply(logits, self.slot, self.drafts, backend=b),
+            ),
+            (
+                "token masks",
+                4 * size + masks.bits_SRW[:-1].numel() * 4,
+                lambda b: masks.apply(logits, self.slot, backend=b),
+            ),
+            ("sample verify filtered", 2 * size, lambda b: sample(logits, filtered, backend=b)),
+            ("log-probabilities", 2 * size, lambda _: row_logprobs(logits, tokens, MAX_LOGPROBS)),
+        ]
 
     def slot_calls(self) -> list[tuple[str, int, Call]]:
         """The first and the last operation of a step, on the state of the slots."""
@@ -183,6 +215,7 @@ class Step:
                 2 * draft_logits.numel() + 8 * s.draft_vocab,
                 lambda b: sample(draft_logits, draft_rows_, ids, backend=b),
             ),
+            *self.on_request_calls(logits),
         ]
 
 
@@ -190,10 +223,19 @@ class Step:
 def main() -> None:
     args = _arguments()
     found: list[KernelRow] = []
-    for name in args.shapes:
-        for batch in args.batches:
-            for kernel, size, call in Step(SHAPES[name], batch, args.device).calls():
-                found += _measure(args, SHAPES[name], batch, kernel, size, call)
+    cases = [(SHAPES[name], batch) for name in args.shapes for batch in args.batches]
+    begun = time.perf_counter()
+    for done, (shape, batch) in enumerate(cases, start=1):
+        for kernel, size, call in Step(shape, batch, args.device).calls():
+            found += _measure(args, shape, batch, kernel, size, call)
+        _write(args, found, partial=done < len(cases))
+        spent = time.perf_counter() - begun
+        left = spent / done * (len(cases) - done)
+        print(f"[{done}/{len(cases)}, {spent:.0f} s, about {left:.0f} s left]", file=sys.stderr, flush=True)
+    print(f"wrote {args.out}")
+
+
+def _write(args: argparse.Namespace, found: list[KernelRow], *, partial: bool) -> None:
     settings = {
         "command": command(),
         "dtype": "bfloat16",
@@ -201,9 +243,9 @@ def main() -> None:
         "kept_drafts": _KEPT,
         "bandwidth_tb_per_s": args.bandwidth,
         "timing": "replay of a CUDA graph" if args.device == "cuda" else "calls from the host",
+        "partial": partial,
     }
     write_result(args.out, args.out.stem, settings, {"rows": found})
-    print(f"wrote {args.out}")
 
 
 def _measure(args: argparse.Namespace, shape: Shape, batch: int, kernel: str, size: int, call: Call) -> list[KernelRow]:
@@ -214,12 +256,15 @@ def _measure(args: argparse.Namespace, shape: Shape, batch: int, kernel: str, si
             batch=batch,
             kernel=kernel,
             backend=backend,
-            us=round(timed(partial(call, backend), args.seconds), 3),
+            us=round(timed(bind(call, backend), args.seconds), 3),
             mbytes=round(size / 1e6, 4),
             floor_us=round(size / args.bandwidth / 1e6, 4),
         )
         for backend in args.backends
+        if _ONLY.get(kernel, backend) == backend
     ]
+    if not rows:
+        return []
     times = ", ".join(f"{row.backend} {row.us:.1f}" for row in rows)
     print(f"{shape.name} B={batch} {kernel}: {times}, bytes {rows[0].floor_us:.1f} us", flush=True)
     return rows
@@ -269,7 +314,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--backends", nargs="+", choices=["triton", "torch"], help="default: both on a GPU, else torch")
-    parser.add_argument("--seconds", type=float, default=0.1, help="time of one measurement")
+    parser.add_argument("--seconds", type=float, default=0.05, help="time of one measurement")
     parser.add_argument("--bandwidth", type=float, default=4.8, help="of the GPU's memory, TB/s")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()

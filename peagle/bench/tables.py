@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from peagle.bench import eval_tables
+from peagle.bench import engine_tables, eval_tables
 from peagle.bench.markdown import markdown_table
 from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.errors import PeagleError
@@ -222,53 +222,6 @@ def _peer_figures(row: Json) -> tuple[str, ...]:
     )
 
 
-def _engine_speed(rows: Sequence[Json]) -> str:
-    """A line per engine, a pair of columns per concurrency: ms of a step and tokens per second."""
-    at_once = sorted({row["concurrency"] for row in rows})
-    lines: dict[tuple[str, ...], dict[int, Json]] = {}
-    for row in rows:
-        lines.setdefault(_engine(row), {})[row["concurrency"]] = row
-    speeds = (f"c={c}: ms a step, tok/s" for c in at_once)
-    header = ("shape", "method", "K", "AL", *speeds, "drafting ms", "GPU busy", "x floor")
-    return markdown_table(
-        header,
-        [
-            (
-                *engine,
-                *(_step_and_speed(of.get(concurrency)) for concurrency in at_once),
-                " ".join(_milliseconds(of.get(concurrency), "drafting_ms") for concurrency in at_once),
-                " ".join(_share(of.get(concurrency), "gpu_busy_share") for concurrency in at_once),
-                " ".join(_times(of.get(concurrency), "times_floor") for concurrency in at_once),
-            )
-            for engine, of in lines.items()
-        ],
-    )
-
-
-def _engine(row: Json) -> tuple[str, ...]:
-    note = " (equal AL)" if row["acceptance"] == "equal" else ""
-    drafts = str(row["num_speculative_tokens"] or "")
-    return (row["shape"], row["method"] + note, drafts, f"{row['acceptance_length']:.2f}")
-
-
-def _step_and_speed(row: Json | None) -> str:
-    if row is None:
-        return ""
-    return f"{row['ms_per_step']:.2f}, **{row['tokens_per_second']:,.0f}**"
-
-
-def _milliseconds(row: Json | None, key: str) -> str:
-    return "–" if row is None or row.get(key) is None else f"{row[key]:.2f}"
-
-
-def _share(row: Json | None, key: str) -> str:
-    return "–" if row is None or row[key] is None else f"{100 * row[key]:.0f} %"
-
-
-def _times(row: Json | None, key: str) -> str:
-    return "–" if row is None or row[key] is None else f"{row[key]:.1f}"
-
-
 def _profile(rows: Sequence[Json]) -> str:
     return markdown_table(
         ("part of a step", "calls", "ms", "share"),
@@ -386,8 +339,13 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "train-curve": _curve,
         "training-memory-": _training_memory,
         "training-speed-": _training_speed,
-        "engine-speed-": _engine_speed,
-        "peer-vllm-": _engine_speed,  # before any shorter beginning
+        "engine-speed-": engine_tables.engine_speed,
+        "savings-": engine_tables.savings,
+        "auto-k-": engine_tables.auto_k,
+        "step-kernels-": engine_tables.step_kernels,
+        "model-kernels-": engine_tables.model_kernels,
+        "over-vllm": engine_tables.over_vllm,
+        "peer-vllm-": engine_tables.engine_speed,  # before any shorter beginning
         "profile-": _profile,
         "serve-": _serve,
         "client-overhead": _client_overhead,

@@ -1,8 +1,9 @@
 """One pass of a drafter over the rows of a layout, without the work whose result nobody reads or somebody has.
 
-What the fusion layer makes of a mask row before RoPE is the same for all of them: it is computed once, at load. And in
-the last layer only sampled rows go through queries, attention and feed-forward part: of the others nothing is needed
-but keys and values. Both are exact up to rounding.
+fc runs over target rows, never over mask rows, whose input is always the same. What the fusion layer makes of a mask
+row before RoPE is the same for all of them too: it is computed once, at load. And in the last layer only sampled rows
+go through queries, attention and feed-forward part: of the others nothing is needed but keys and values. All of it is
+exact up to rounding.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class DraftSavings:
 
     last_layer_sampled: bool = True
     constant_mask_qkv: bool = True
+    fc_target_rows: bool = True
 
 
 class ProjectedMask(NamedTuple):
@@ -62,6 +64,17 @@ class DraftPass:
                 residual_1H, qkv_1A = drafter.fusion.project(mask.embed_H[None], mask.feature_H[None])
                 projected = ProjectedMask(residual_1H[0], qkv_1A[0])
         return cls(drafter, mask, projected, savings, kernels)
+
+    def features(self, layout: DraftLayout, taps_TC: Tensor) -> Tensor:
+        """fc's output for each target row, [T, H]."""
+        if self.savings.fc_target_rows or not isinstance(self.drafter, PEagleDrafter):
+            return self.drafter.combine(taps_TC)
+        # As a drafter that knows no constants: mask rows carry their hidden state through fc as others carry taps.
+        source_R, last = layout.source_rows, len(taps_TC)
+        taps_RC = torch.where(layout.is_masked[:, None], self.drafter.mask_hidden, taps_TC[source_R.clamp(min=0)])
+        features_RH = self.drafter.combine(taps_RC)
+        wide_TH = features_RH.new_zeros((last + 1, features_RH.shape[1]))
+        return wide_TH.index_copy_(0, torch.where(source_R < 0, last, source_R), features_RH)[:last]
 
     def __call__(self, layout: DraftLayout, features_TH: Tensor, attend_for: AttendFor) -> Tensor:
         """The pre-norm stream of the layout's sampled rows, [U, H]; `features` are fc's, one of each target row.

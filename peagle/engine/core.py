@@ -287,8 +287,11 @@ class EngineCore:
                     request.show(launched.out, line, first_index, num_drafts)
             if launched.num_drafts is not None:
                 # Requests with gaps in the drafter's cache, or with forbidden drafts, say nothing about the head.
-                told = [lines_BW[line][-1] for line, r in live if r.cacheable and r.matcher is None]
-                self.policy.record(told, launched.num_drafts)
+                told, others = (
+                    [lines_BW[line][-1] for line, r in live if (r.cacheable and r.matcher is None) == tells]
+                    for tells in (True, False)
+                )
+                self.policy.record(told, launched.num_drafts, others)
             advanced += [request for _, request in live]
         return advanced
 

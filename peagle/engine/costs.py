@@ -11,6 +11,7 @@ from peagle.engine.speculation import CostTable
 
 _log = logging.getLogger(__name__)
 _REPEATS = 5  # of which the fastest counts: whatever else the machine does only ever adds
+_IN_A_ROW = 4  # steps of a GPU that are timed as one, as they follow each other in an engine
 _MOST_REQUESTS_CPU = 16  # larger batches of a host are judged by this one: they take seconds a step
 
 
@@ -24,11 +25,11 @@ def measure_costs(core: EngineCore, draft_counts: Sequence[int]) -> CostTable:
     sizes = [core.max_num_seqs if on_gpu else min(core.max_num_seqs, _MOST_REQUESTS_CPU)]
     while sizes[-1] > 1:
         sizes.append(max(sizes[-1] // factor, 1))
-    repeats = _REPEATS if on_gpu else 1
+    repeats, in_a_row = (_REPEATS, _IN_A_ROW) if on_gpu else (1, 1)
     _log.warning(
         "num_speculative_tokens is auto: running %d steps on padding to measure what they cost, batches of %s requests "
         "with %s drafts%s; a k_table would say it without",
-        len(sizes) * len(draft_counts) * (1 + repeats),
+        len(sizes) * len(draft_counts) * (1 + repeats * in_a_row),
         _listed(reversed(sizes)),
         _listed(draft_counts),
         "" if on_gpu else "; on a CPU this takes a while",
@@ -36,7 +37,7 @@ def measure_costs(core: EngineCore, draft_counts: Sequence[int]) -> CostTable:
     began = time.perf_counter()
     costs: dict[tuple[int, int], float] = {}
     for size in reversed(sizes):
-        costs |= {(size, k): _seconds(core, size, k, repeats) for k in draft_counts}
+        costs |= {(size, k): _seconds(core, size, k, repeats, in_a_row) for k in draft_counts}
         _log.info("steps of %d requests: %s ms", size, _listed(f"{1e3 * costs[size, k]:.1f}" for k in draft_counts))
     _log.info("measured in %.1f s: K is chosen step by step from now on", time.perf_counter() - began)
     return costs
@@ -46,15 +47,16 @@ def _listed(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def _seconds(core: EngineCore, size: int, num_drafts: int, repeats: int) -> float:
+def _seconds(core: EngineCore, size: int, num_drafts: int, repeats: int, in_a_row: int) -> float:
     best = float("inf")
     core.run_padding(size, num_drafts)  # compiles, captures
     for _ in range(repeats):
         _synchronize(core.device)
         begin = time.perf_counter()
-        core.run_padding(size, num_drafts)
+        for _ in range(in_a_row):
+            core.run_padding(size, num_drafts)
         _synchronize(core.device)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, (time.perf_counter() - begin) / in_a_row)
     return best
 
 

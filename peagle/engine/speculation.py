@@ -43,8 +43,11 @@ class KPolicy(Protocol):
     def choose(self, num_running: int) -> int:
         """K of the next step, 0 .. `max_drafts`."""
 
-    def record(self, accepted: Sequence[int], num_drafts: int) -> None:
-        """Say how many of `num_drafts` drafts each request of a decode step kept; in the order of the steps."""
+    def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
+        """Say how many of `num_drafts` drafts each request of a decode step kept; in the order of the steps.
+
+        `others` are those of requests that say nothing about the head: their tokens count, but nothing is learned.
+        """
 
 
 class TableK:
@@ -61,7 +64,7 @@ class TableK:
     def choose(self, num_running: int) -> int:
         return self._drafts[min(bisect_left(self._sizes, num_running), len(self._drafts) - 1)]
 
-    def record(self, accepted: Sequence[int], num_drafts: int) -> None:
+    def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
         """Nothing to learn."""
 
 
@@ -75,10 +78,10 @@ class FixedK(TableK):
 class KChooser:
     """K by measured costs and running acceptance; 0 where drafting does not pay.
 
-    Changes come at most every 16 steps and only for 3 % more speed. Acceptance at depths that are not drafted is kept
-    and slowly forgotten in favour of a hopeful prior, which is what tries them again. An account of the seconds that
-    plain decoding would have taken for the same tokens bounds the loss: once drafting is 2 % behind, plain steps follow
-    until they have paid for another try.
+    Changes come at most every 16 steps, those back to plain decoding at once, and only for 3 % more speed. Acceptance
+    at depths that are not drafted is kept and slowly forgotten in favour of a hopeful prior, which is what tries them
+    again. An account of the seconds that plain decoding would have taken for the same tokens bounds the loss: once
+    drafting is 2 % behind, plain steps follow until they have paid for another try.
     """
 
     def __init__(self, costs: CostTable) -> None:
@@ -115,20 +118,22 @@ class KChooser:
         self._since += 1
         if self._balance < 0:
             self._change(0)
-        elif self._since > _DWELL:
-            speed = self._speeds(bucket)
-            best = max(self._drafts, key=lambda k: speed[k])
+            return self._current
+        speed = self._speeds(bucket)
+        best = max(self._drafts, key=lambda k: speed[k])
+        if self._since > _DWELL or best == 0:
             try_out = _DWELL * (self._costs[bucket, best] - 1)
             affordable = self._current > 0 or self._balance >= min(try_out, self._most)
             if affordable and speed[best] > _GAIN * speed[self._current]:
                 self._change(best)
         return self._current
 
-    def record(self, accepted: Sequence[int], num_drafts: int) -> None:
+    def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
         """Learn from a decode step: how many drafts each of its requests kept, and the step's K."""
         # Where K has just been raised, the step before drafted fewer: the rest are leftovers that say nothing.
         observed, self._drafted = min(num_drafts, self._drafted), num_drafts
-        if not accepted:
+        batch = [*accepted, *others]
+        if not batch:
             return
         for position in range(self.max_drafts):
             reached = sum(count >= position for count in accepted) if position < observed else 0
@@ -139,8 +144,8 @@ class KChooser:
             elif position >= observed:
                 self._kept[position] *= 1 - 1 / _FORGET_STEPS
                 self._seen[position] *= 1 - 1 / _FORGET_STEPS
-        emitted = 1 + sum(accepted) / len(accepted)
-        spent = self._costs[self._bucket(len(accepted)), num_drafts]
+        emitted = 1 + sum(batch) / len(batch)
+        spent = self._costs[self._bucket(len(batch)), num_drafts]
         self._balance = min(self._balance + (1 + _MARGIN) * emitted - spent, self._most)
 
     def _bucket(self, requests: int) -> int:

@@ -20,7 +20,7 @@ from peagle.engine.kv_cache import PagedCache
 from peagle.engine.outputs import StepOutput
 from peagle.engine.slots import SamplingMode, SlotState
 from peagle.errors import PeagleError
-from peagle.kernels.accept import Accepted, accept, emit_ref
+from peagle.kernels.accept import Accepted, accept
 from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow
@@ -149,10 +149,12 @@ class SpeculativeStep:
         return join([row_logprobs(self._target.logits(hidden_TH[at]), ids, MAX_LOGPROBS) for at, ids in pairs])
 
     def _accept(self, rows: Rows, tokens_BV: Tensor) -> Accepted:
-        if self.synthetic is None or rows.next_prompt_B is not None:
-            return accept(tokens_BV, rows.drafts_BK, rows.slot_B, backend=self._kernels)
-        count_B = self.synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B)
-        return emit_ref(tokens_BV, count_B.clamp(max=rows.drafts_BK.shape[1]), rows.slot_B)
+        drafts_BK = rows.drafts_BK
+        if self.synthetic is not None and rows.next_prompt_B is None:  # drafts become what lets so many be kept
+            count_B1 = self.synthetic.at(self.state.seeds(rows.slot_B) + rows.first_B)[:, None]
+            column_K = torch.arange(drafts_BK.shape[1], device=drafts_BK.device)
+            drafts_BK = tokens_BV[:, :-1].masked_fill(column_K >= count_B1, -1)
+        return accept(tokens_BV, drafts_BK, rows.slot_B, backend=self._kernels)
 
     def _draft(
         self,
@@ -202,7 +204,7 @@ class SpeculativeStep:
             plan = self._plan(rows.tables_BN, count, host, side.drafter.config)
             return side.cache.attend(layout.slots, keys_R, plan)
 
-        return side.first_pass(layout, side.drafter.combine(taps_TC), attend_for)
+        return side.first_pass(layout, side.first_pass.features(layout, taps_TC), attend_for)
 
     def _draft_in_turn(
         self,

@@ -46,15 +46,15 @@ ROW = EngineSpeedRow(
 
 
 def test_the_most_important_come_first():
-    groups = plan(list(REAL_SHAPES), [P_EAGLE, EAGLE3, PLAIN], [3, 5, 7], equal=True)
+    groups = plan(list(REAL_SHAPES), [P_EAGLE, EAGLE3, PLAIN], [1, 3, 5, 7], equal=True)
     assert [[(s.method, s.num_drafts) for s in group] for group in groups[:2]] == [
-        [(P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3)]
+        [(P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3), (P_EAGLE, 1)]
     ] * 2
     assert [group[0].shape for group in groups[:5]] == [
         "smollm2-135m", "qwen3-8b", "qwen2.5-coder-0.5b", "qwen2.5-1.5b", "gpt-oss-20b",
     ]  # fmt: skip
     every = [setup for group in groups for setup in group]
-    assert len(every) == len(set(every)) == len({setup.label for setup in every}) == 5 * 10
+    assert len(every) == len(set(every)) == len({setup.label for setup in every}) == 5 * 11
     assert all(len({setup.shape for setup in group}) == 1 for group in groups)
 
 
@@ -119,6 +119,67 @@ def test_the_table(tmp_path):
         drafting = "| qwen3-8b | p-eagle | 7 | 3.94 | 5.25, **6,004** | 20.00, **12,608** | – – | 97 % 97 % | 1.2 1.2 |"
         assert drafting in text
         assert "| qwen3-8b | none |  | 1.00 | 5.25, **6,004** |  | – – | – – | – – |" in text
+
+
+def test_ratios_below_the_table(tmp_path):
+    def row(method, k, concurrency=1, **changes):
+        changes = dict(method=method, num_speculative_tokens=k, concurrency=concurrency) | changes
+        return EngineSpeedRow(**asdict(ROW) | changes)
+
+    rows = [
+        row("p-eagle", 7, ms_per_step=2.0, drafting_ms=0.3, tokens_per_second=300.0),
+        row("p-eagle", 7, 8, ms_per_step=4.0),
+        row("eagle3", 7, ms_per_step=3.0),
+        row("p-eagle", 1, drafting_ms=0.25),
+        row("none", 0, tokens_per_second=100.0),
+    ]
+    write_result(tmp_path / "r.json", "engine-speed-x", {}, {"rows": rows})
+    text = render_block("engine-speed-x", read_result(tmp_path / "r.json"))
+    assert "- qwen3-8b: P-EAGLE over EAGLE-3 at equal acceptance, K = 7: **1.50** at c = 1\n" in text
+    assert "- qwen3-8b: drafting with K = 7 over drafting with K = 1: **1.20** at c = 1\n" in text
+    assert "over no speculation, at the acceptance assumed: **3.00** at c = 1\n" in text
+
+
+def test_the_best_engines_of_two_sides():
+    from benchmarks.over_vllm import compare
+
+    def row(method, speed, concurrency=1, acceptance="assumed"):
+        changes = dict(method=method, tokens_per_second=speed, concurrency=concurrency, acceptance=acceptance)
+        return asdict(ROW) | changes
+
+    ours = [row("p-eagle", 5.0), row("eagle3", 6.0), row("eagle3", 9.0, acceptance="equal"), row("p-eagle", 1.0, 8)]
+    (best,) = compare(ours, [row("none", 2.0), row("p-eagle", 3.0)])
+    assert (best.ours, best.theirs, best.ratio) == ("eagle3 K=7", "p-eagle K=7", 2.0)
+
+
+def test_the_tables_of_savings_and_of_the_choice_of_k(tmp_path):
+    def block(name, rows):
+        write_result(tmp_path / "r.json", name, {}, {"rows": rows})
+        return render_block(name, read_result(tmp_path / "r.json"))
+
+    saving = dict(shape="tiny", concurrency=1, repeats=3)
+    rows = [saving | dict(left_out="nothing", ms_per_step=1.0, times_all=1.0)]
+    rows.append(saving | dict(left_out="CUDA graphs", ms_per_step=9.5, times_all=9.6))
+    assert "| tiny | nothing | 1.000 |\n| tiny | CUDA graphs | 9.500, **+860.0 %** |" in block("savings-x", rows)
+    policies = [("none", 1.0, 0), ("K=3", 1.8, 3), ("K=7", 2.5, 7), ("auto, first batch", 2.2, 6.0), ("auto", 2.4, 6.5)]
+    rows = [
+        dict(shape="tiny", acceptance_length=3.4, concurrency=8, policy=name, times_plain=times, mean_drafts=k)
+        for name, times, k in policies
+    ]
+    assert "| tiny | 3.40 | **2.40x** (2.20x), mean K 6.5 | 2.50x, K=7 |" in block("auto-k-x", rows)
+
+
+def test_the_tables_of_kernels(tmp_path):
+    def block(name, rows):
+        write_result(tmp_path / "r.json", name, {}, {"rows": rows})
+        return render_block(name, read_result(tmp_path / "r.json"))
+
+    step = dict(shape="S", kernel="accept", batch=8, floor_us=0.04)
+    rows = [step | dict(backend="triton", us=2.0), step | dict(backend="torch", us=20.25)]
+    assert "| S | accept | **2.0**, 20.2, 0.04 |" in block("step-kernels-x", rows)
+    layer = dict(shape="S", operation="rms_norm", requests=1, rows=8, keys=0, floor_ms=0.001)
+    rows = [layer | dict(backend="triton", ms=0.002, times_floor=2.0)]
+    assert "| S | rms_norm | 1 x 8 |  | 2.0 | – | 1.00 | **2.0** |" in block("model-kernels-x", rows)
 
 
 def test_the_table_of_a_profile(tmp_path):

@@ -154,6 +154,22 @@ def test_savings_change_nothing(
         check(Case(head, requests, k, seed), 1e-12)
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_fc_over_all_rows_says_the_same_of_target_rows(parallel: bool):
+    """Asked to, it sees 14 rows of a request with 7 drafts, not 8."""
+    head, seen = make_head(6, torch.float64, mask_token_id=7 if parallel else None), []
+    case = Case(head, [*DECODES, PADDING], 7, 6)
+    taps = torch.randn(len(case.features_TH), head.config.feature_size, dtype=torch.float64)
+    head.fc.register_forward_pre_hook(lambda _, x: seen.append(len(x[0])))
+    saved, whole = (
+        DraftPass.of(head, DraftSavings(fc_target_rows=saves), "torch").features(case.layout, taps)
+        for saves in (True, False)
+    )
+    read = case.layout.source_rows[case.layout.source_rows >= 0]
+    torch.testing.assert_close(whole[read], saved[read], rtol=1e-12, atol=1e-12)
+    assert [rows for rows in seen if rows > 1] == [9 * 8, 9 * 14 if parallel else 9 * 8]  # 1: the mask's, at load
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_float32(layers: int, packed: bool):

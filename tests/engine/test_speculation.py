@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.config import SpeculativeConfig
+from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.engine.costs import measure_costs
+from peagle.engine.engine import LLM
 from peagle.engine.speculation import (
     FixedK,
     KChooser,
@@ -23,7 +24,8 @@ from peagle.engine.speculation import (
     trained_depth,
 )
 from peagle.errors import PeagleError
-from tests.engine.tiny import tiny_llm
+from peagle.sampling import SamplingParams
+from tests.engine.tiny import random_prompts, tiny_llm, tiny_parts
 
 MOST = 7
 SLOPES = {"flat": 0.01, "medium": 0.06, "steep": 0.2, "dear": 0.5}
@@ -142,6 +144,37 @@ def test_leftover_drafts_teach_nothing():
     assert chooser.rates == before
     chooser.record([0, 0], 5)
     assert chooser.rates[0] < before[0]
+
+
+def test_requests_that_say_nothing_count_in_the_account_and_plain_steps_forget():
+    chooser = KChooser(costs_of(0.2))
+    chooser.record([0], MOST)
+    for _ in range(8):
+        chooser.record([0], MOST)
+    learned = chooser.rates
+    for _ in range(8):
+        chooser.record([], MOST, [MOST])
+    assert chooser.rates == learned
+    while chooser.choose(1):
+        chooser.record([], MOST, [0])
+    for _ in range(2000):
+        chooser.record([], 0, [0])
+    assert chooser.rates[0] > learned[0] + 0.1
+
+
+def test_an_engine_drafts_again_when_drafts_are_good_again():
+    config = EngineConfig(block_size=4, max_num_seqs=2)
+    llm = LLM.from_parts(*tiny_parts(), MOST, config, pack=False, synthetic_rates=(0.0,) * MOST)
+    llm.core.policy = KChooser(costs_of(0.08, sizes=(1, 2)))
+
+    def rounds(rates):
+        llm.core.synthetic.change(rates)
+        outputs = llm.generate(random_prompts(2), SamplingParams(max_tokens=95, temperature=0.0, ignore_eos=True))
+        return sum(len(output.rounds) for output in outputs)
+
+    rounds((0.0,) * MOST)
+    assert rounds((0.0,) * MOST) == 0  # plain steps only
+    assert any(rounds((1.0,) * MOST) for _ in range(30))
 
 
 def test_draft_counts():

@@ -207,7 +207,7 @@ def test_on_gpu(graphs: bool):
 def test_forbidden_drafts_say_nothing_about_the_head(monkeypatch):
     """How many were kept then follows from the grammar: K is chosen by what free requests kept."""
     llm, told = json_llm(3, max_num_seqs=2), []
-    monkeypatch.setattr(llm.core.policy, "record", lambda accepted, _drafts: told.append(len(accepted)))
+    monkeypatch.setattr(llm.core.policy, "record", lambda accepted, _drafts, _others: told.append(len(accepted)))
     held = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(regex="[a-z]{8}"), ignore_eos=True)
     llm.generate(random_prompts(2, longest=6), [held, SamplingParams(max_tokens=40, ignore_eos=True)])
     assert set(told) == {1}  # both decode side by side at first

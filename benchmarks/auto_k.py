@@ -1,0 +1,217 @@
+"""K chosen by the engine against every fixed K and against no speculation, for heads that are good, poor and useless.
+
+Random weights of the shapes named; a head is a chance by which each draft is kept once those before it were
+(benchmarks/speed_shapes.py), the same for every K. What is timed is a whole batch of requests, prompts and the last
+stragglers included, by the engine's own code that chooses K, from costs it measured at its start. "auto, first batch"
+begins with nothing known of the head; "auto" is the batch after it. "none" is an engine without a head. All of them
+take turns, repeat by repeat. Hardware: one GPU, two minutes a shape.
+
+    python -m benchmarks.auto_k --out benchmarks/results/auto-k-h200.json
+    python -m benchmarks.auto_k --device cpu --out /tmp/smoke.json      # does the script itself work? a tiny shape
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.common import RESULTS, command
+from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config, free
+from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, PLAIN, PROMPT_TOKENS, SHAPES, geometric_rate, random_prompts
+from peagle.bench.report import write_result
+from peagle.bench.stepping import Decoding
+from peagle.devices import resolve_device, resolve_dtype
+from peagle.engine.costs import measure_costs
+from peagle.engine.engine import LLM
+from peagle.engine.speculation import CostTable, FixedK, KChooser, draft_counts
+
+AUTO, FIRST = "auto", "auto, first batch"
+_MOST = 7
+
+
+class Counted(KChooser):
+    """The engine's chooser, and how often it chose what."""
+
+    def __init__(self, costs: CostTable) -> None:
+        super().__init__(costs)
+        self.chosen: list[int] = []
+
+    def choose(self, num_running: int) -> int:
+        self.chosen.append(super().choose(num_running))
+        return self.chosen[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoRow:
+    """One way to choose K. `acceptance_length` is the head's at K = 7; `times_plain` is tokens a second over that of
+    the engine without a head in the same repeat, median of the repeats; `mean_drafts` the mean K over the steps."""
+
+    shape: str
+    acceptance_length: float
+    concurrency: int
+    policy: str
+    tokens_per_second: float
+    times_plain: float
+    times_plain_lowest: float
+    mean_drafts: float
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One batch."""
+
+    tokens_per_second: float
+    mean_drafts: float
+
+
+Key = tuple[str, float, int, str]  # shape, head, concurrency, policy
+
+
+class Bench:
+    """All batches of a run, and the file they go to."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, resolve_device(args.device)
+        self.found: dict[Key, list[Timed]] = {}
+        self.costs: dict[str, dict[str, float]] = {}
+        self._begun, self._done, self._partial = time.perf_counter(), 0, True
+
+    def run(self) -> None:
+        """Every shape, each until its time is up."""
+        args, count = self.args, self.args.repeats * len(self.args.shapes)
+        for shape in args.shapes:
+            begun = time.perf_counter()
+            one = Shape(args, shape)
+            self.costs[shape] = {f"{n} requests, K={k}": round(1e3 * s, 4) for (n, k), s in one.costs.items()}
+            print(f"[{self._spent:.0f} s] {shape}: costs measured in {one.seconds:.1f} s", file=sys.stderr, flush=True)
+            for repeat in range(args.repeats):
+                for head in args.heads:
+                    for concurrency in args.concurrency:
+                        for policy, timed in one.batches(head, concurrency).items():
+                            self.found.setdefault((shape, head, concurrency, policy), []).append(timed)
+                self._done += 1
+                self._partial = shape != args.shapes[-1]
+                self.write()
+                left = self._spent / self._done * (count - self._done)
+                print(
+                    f"[{self._spent:.0f} s, about {left:.0f} s left] {shape}: repeat {repeat + 1} of {args.repeats}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                if args.seconds is not None and time.perf_counter() - begun > args.seconds:
+                    break
+            del one
+            free()
+
+    @property
+    def _spent(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def write(self) -> None:
+        """The file anew."""
+        settings = {
+            "command": command(),
+            "dtype": self.args.dtype,
+            "prompt_tokens": PROMPT_TOKENS,
+            "output_tokens": self.args.output_tokens,
+            "num_drafts": "at most 7",
+            "costs_ms": self.costs,
+            "partial": self._partial,
+        }
+        write_result(self.args.out, self.args.out.stem, settings, {"rows": self.rows()})
+
+    def rows(self) -> list[AutoRow]:
+        """What was found so far."""
+        rows = []
+        for (shape, head, concurrency, policy), batches in self.found.items():
+            plain = self.found[shape, head, concurrency, PLAIN]
+            times = [one.tokens_per_second / other.tokens_per_second for one, other in zip(batches, plain, strict=True)]
+            rows.append(
+                AutoRow(
+                    shape=shape,
+                    acceptance_length=head,
+                    concurrency=concurrency,
+                    policy=policy,
+                    tokens_per_second=round(median(batch.tokens_per_second for batch in batches), 1),
+                    times_plain=round(median(times), 4),
+                    times_plain_lowest=round(min(times), 4),
+                    mean_drafts=round(median(batch.mean_drafts for batch in batches), 2),
+                    repeats=len(batches),
+                )
+            )
+        return rows
+
+
+class Shape:
+    """A shape's two engines, with and without a head, everything captured, and the costs of steps."""
+
+    def __init__(self, args: argparse.Namespace, shape: str) -> None:
+        self._tokens, device = args.output_tokens, resolve_device(args.device)
+        target = dummy_target(shape, resolve_dtype(args.dtype, device), device)
+        config = engine_config(args, target, self._tokens + 2 * _MOST + 1)
+        self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
+        self._plain = LLM.from_parts(target, None, 0, config, pack=False)
+        rates = (0.5,) * _MOST
+        drafter = dummy_drafter(target, P_EAGLE)
+        self._llm = LLM.from_parts(target, drafter, _MOST, config, pack=False, synthetic_rates=rates)
+        begun = time.perf_counter()
+        self.costs = measure_costs(self._llm.core, draft_counts(_MOST))
+        self.seconds = time.perf_counter() - begun
+        for concurrency in args.concurrency:  # sizes in between come up when the first requests have ended
+            self._batch(self._plain, concurrency)
+            for k in draft_counts(_MOST):
+                self._llm.core.policy = FixedK(k)
+                self._batch(self._llm, concurrency)
+
+    def batches(self, head: float, concurrency: int) -> dict[str, Timed]:
+        """A batch of each policy, by a head of this acceptance length at K = 7."""
+        core = self._llm.core
+        if core.synthetic is not None:
+            core.synthetic.change((geometric_rate(head, _MOST),) * _MOST)
+        timed = {PLAIN: Timed(self._batch(self._plain, concurrency), 0.0)}
+        for k in draft_counts(_MOST)[1:]:
+            core.policy = FixedK(k)
+            timed[f"K={k}"] = Timed(self._batch(self._llm, concurrency), k)
+        core.policy = chooser = Counted(self.costs)
+        for name in (FIRST, AUTO):
+            chooser.chosen.clear()
+            speed = self._batch(self._llm, concurrency)
+            timed[name] = Timed(speed, sum(chooser.chosen) / len(chooser.chosen))
+        return timed
+
+    def _batch(self, llm: LLM, concurrency: int) -> float:
+        """Tokens a second of so many requests, from the first prompt to the last token."""
+        begun = time.perf_counter()
+        Decoding(llm, self._prompts[:concurrency], decode_params(self._tokens)).drain()
+        return concurrency * self._tokens / (time.perf_counter() - begun)
+
+
+def main() -> None:
+    args = _arguments()
+    Bench(args).run()
+    print(f"wrote {args.out}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / "auto-k-h200.json")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--heads", nargs="+", type=float, default=[3.4, 1.6, 1.02], help="acceptance lengths at K = 7")
+    parser.add_argument("--concurrency", nargs="+", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output-tokens", type=int)
+    parser.add_argument("--seconds", type=float, help="for each shape: no further repeat after so long")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    cpu = resolve_device(args.device).type == "cpu"
+    args.shapes = args.shapes or (["tiny"] if cpu else ["smollm2-135m", "qwen2.5-coder-0.5b"])
+    args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
+    args.output_tokens = args.output_tokens or (64 if cpu else 512)
+    return args
+
+
+if __name__ == "__main__":
+    main()
