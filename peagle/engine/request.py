@@ -138,7 +138,10 @@ class Request:
 
     def output(self, tokenizer: Any) -> RequestOutput:
         """The finished request as the caller sees it."""
-        text = (self.stream or TextStream(tokenizer, ())).finish(self.output_ids)
+        stream = self.stream or TextStream(tokenizer, ())
+        text = stream.finish(self.output_ids)
+        if stream.stopped and self.finish_reason == "length":
+            self.finish_reason = "stop"  # as where a limit falls on the token that completes a stop string
         return RequestOutput(
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
