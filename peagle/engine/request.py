@@ -91,6 +91,9 @@ class Request:
 
     def emit(self, token_ids: list[int]) -> int:
         """Append one round's tokens up to the first that ends the request; returns how many were kept."""
+        if self.max_tokens == 0:
+            self.finish_reason = "length"
+            return 0
         for kept, token_id in enumerate(token_ids, start=1):
             self.output_ids.append(token_id)
             self.token_ids.append(token_id)

@@ -279,7 +279,7 @@ class EngineThread:
         now, gaps = time.perf_counter(), []
         for request in advanced:
             live = self._live.get(request)
-            if live is None or len(request.output_ids) == live.num_sent:
+            if live is None or (len(request.output_ids) == live.num_sent and request.finish_reason is None):
                 continue  # of two passes that were read at once, the first has told it all
             if live.last_token is not None:
                 gaps.append(now - live.last_token)
