@@ -291,14 +291,10 @@ def test_when_to_come_back_goes_by_the_pace_of_late(llm: LLM, ago: int, least: i
             begin(engine, [5 + i], drawn(i))[1].finish()
         engine._finish_times = deque((at - ago for at in engine._finish_times), maxlen=32)
         with slow_steps(engine):
-            requests = [begin(engine, [5 + i], LONG)[0] for i in range(8 + 3)]
+            [begin(engine, [5 + i], LONG) for i in range(8 + 3)]
             with pytest.raises(Overloaded) as caught:
                 begin(engine, [50], LONG)
-            assert least <= caught.value.retry_after <= most
-            for request in requests:
-                engine.abort(request)
-            wait_for(lambda: engine.snapshot().num_running + engine.snapshot().num_waiting == 0)
-        assert_idle(engine)
+        assert least <= caught.value.retry_after <= most
 
 
 def test_no_queue_at_all(llm: LLM):
