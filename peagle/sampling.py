@@ -47,9 +47,10 @@ class SamplingParams:
 
     What the output tells besides tokens, none of which changes one: with `logprobs` n, the log-probability of every
     output token and of the n likeliest there, 0 to 20, as the target gives them before all of the above;
-    `prompt_logprobs` the same for the prompt's tokens but the first, which then takes nothing from the prefix cache;
-    `show_drafts` what was drafted in every round. Without `drafts`, which change no token either, a request decodes
-    plainly while it has the engine to itself, so that it can be timed; a batch drafts for all or for none.
+    `prompt_logprobs` the same for the prompt's tokens but the first, which then takes nothing from the prefix cache and
+    may have a `max_tokens` of 0; `show_drafts` what was drafted in every round. Without `drafts`, which change no token
+    either, a request decodes plainly while it has the engine to itself, so that it can be timed; a batch drafts for all
+    or for none.
     """
 
     max_tokens: int = 256
@@ -74,8 +75,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._settle_lists()
         self._settle_types()
-        if self.max_tokens < 1:
-            raise PeagleError(f"max_tokens is {_shown(self.max_tokens)}: it must be at least 1")
+        least = 1 if self.prompt_logprobs is None else 0
+        if self.max_tokens < least:
+            only = "; 0 is for logprobs of a prompt alone" if self.max_tokens == 0 else ""
+            raise PeagleError(f"max_tokens is {_shown(self.max_tokens)}: it must be at least {least}{only}")
         if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
             raise PeagleError(f"temperature is {self.temperature}: it must be 0 (greedy) to {MAX_TEMPERATURE:g}")
         if self.temperature < GREEDY_BELOW:

@@ -91,6 +91,9 @@ class Request:
 
     def emit(self, token_ids: list[int]) -> int:
         """Append one round's tokens up to the first that ends the request; returns how many were kept."""
+        if self.max_tokens == 0:
+            self.finish_reason = "length"
+            return 0
         for kept, token_id in enumerate(token_ids, start=1):
             self.output_ids.append(token_id)
             self.token_ids.append(token_id)
@@ -138,7 +141,10 @@ class Request:
 
     def output(self, tokenizer: Any) -> RequestOutput:
         """The finished request as the caller sees it."""
-        text = (self.stream or TextStream(tokenizer, ())).finish(self.output_ids)
+        stream = self.stream or TextStream(tokenizer, ())
+        text = stream.finish(self.output_ids)
+        if stream.stopped and self.finish_reason == "length":
+            self.finish_reason = "stop"  # as where a limit falls on the token that completes a stop string
         return RequestOutput(
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,

@@ -24,9 +24,12 @@ class TextStream:
 
     def push(self, token_id: int) -> bool:
         """Add one token; True once a stop string is complete, with `text` cut before it."""
-        piece = self._decode(token_id)
-        if not piece:
-            return False
+        if piece := self._decode(token_id):
+            self._extend(piece)
+        return self.stopped
+
+    def _extend(self, piece: str) -> None:
+        """Add text; what is behind the beginning of a stop string goes away again."""
         longest = max(map(len, self._stop), default=0)
         search_from = max(0, len(self.text) - longest)
         self.text += piece
@@ -34,7 +37,6 @@ class TextStream:
         if cuts:
             self.text = self.text[: min(cuts)]
             self.stopped = True
-        return self.stopped
 
     def _decode(self, token_id: int) -> str | None:
         """The text that a token completes, if any."""
@@ -56,11 +58,13 @@ class TextStream:
         return piece
 
     def finish(self, token_ids: list[int]) -> str:
-        """The complete text of a response; a character cut short by the end becomes U+FFFD as in `decode`."""
+        """The complete text of a response; a character cut short by the end becomes U+FFFD as in `decode`.
+
+        A token may hold the end of a stop string and the beginning of a character, so one may be found only now."""
         if not self.stopped:
             whole = self._tokenizer.decode(token_ids, skip_special_tokens=True)
             if whole.startswith(self.text):
-                self.text = whole
+                self._extend(whole[len(self.text) :])
         return self.text
 
     def _held_back(self) -> int:
@@ -82,9 +86,12 @@ class MeasuredStream(TextStream):
         """Add one token, as `TextStream` does."""
         stopped = super().push(token_id)
         self.ends.append(len(self.text))
-        if stopped:
-            self.ends = [min(end, len(self.text)) for end in self.ends]
         return stopped
+
+    def _extend(self, piece: str) -> None:
+        super()._extend(piece)
+        if self.stopped:
+            self.ends = [min(end, len(self.text)) for end in self.ends]
 
     @property
     def num_shown(self) -> int:

@@ -236,8 +236,9 @@ class EngineThread:
         free = 0 if self._queue_formed else self._core.max_num_seqs - self._snapshot.num_running
         if waiting < self._max_waiting + free:
             return
-        times = list(self._finish_times)
-        pace = (time.perf_counter() - times[0]) / len(times) if times else 0.0
+        now = time.perf_counter()
+        times = [at for at in list(self._finish_times) if at > now - _LONGEST_RETRY]  # an idle hour is no slow pace
+        pace = (now - times[0]) / len(times) if times else 0.0
         raise Overloaded(
             f"all slots are taken and as many requests wait as may, {self._max_waiting}: try again later",
             float(math.ceil(min(max(waiting * pace, 1.0), _LONGEST_RETRY))),
@@ -278,7 +279,7 @@ class EngineThread:
         now, gaps = time.perf_counter(), []
         for request in advanced:
             live = self._live.get(request)
-            if live is None or len(request.output_ids) == live.num_sent:
+            if live is None or (len(request.output_ids) == live.num_sent and request.finish_reason is None):
                 continue  # of two passes that were read at once, the first has told it all
             if live.last_token is not None:
                 gaps.append(now - live.last_token)

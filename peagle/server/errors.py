@@ -98,7 +98,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON at character {place[0]}: {first['ctx']['error']}")
     if not place:
-        return ApiError(400, f"the body is {shown(first['input'])}: it must be a JSON object, sent as application/json")
+        found = "empty or null" if first["input"] is None else shown(first["input"])
+        return ApiError(400, f"the body is {found}: it must be a JSON object, sent as application/json")
     name = str(place[0])
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
     if first["type"] == "extra_forbidden":
@@ -130,6 +131,9 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # the one that FastAPI raises, where its JSON decoder gives up
+            message = "the body cannot be read: send JSON in UTF-8, without brackets or numbers thousands deep or long"
+            return ApiError(400, message).response()
         remedy = {404: "no such path", 405: f"{request.method} is not for this path"}
         message = f"{request.url.path}: {remedy.get(error.status_code, error.detail)}"
         return ApiError(error.status_code, message, headers=error.headers).response()

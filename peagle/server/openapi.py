@@ -152,8 +152,9 @@ def _complete(document: Json, has_key: bool) -> None:
     schemas["Error"] = _ERROR
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own form of errors, which is not used
         schemas.pop(name, None)
-    for body in ("CompletionBody", "ChatBody"):
-        for name, limits in _LIMITS.items():
+    prompts_alone = {**_LIMITS, "max_tokens": {"minimum": 0}}  # 0 with echo and logprobs
+    for body, each in (("CompletionBody", prompts_alone), ("ChatBody", _LIMITS)):
+        for name, limits in each.items():
             described = schemas[body]["properties"][name]
             described.get("anyOf", [described])[0].update(limits)
     if has_key:

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 API_KEY_VARIABLE = "PEAGLE_API_KEY"
 _CUT_SECONDS = 10  # to send the last chunks of requests that were cut when draining
 _LAST_SECONDS = 3  # the same, after a second signal
+_IDLE_SECONDS = 75  # of a connection between requests: longer than clients and proxies keep theirs, up to 60 by default
 
 
 def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "Console") -> None:
@@ -111,6 +112,7 @@ def run_server(
         log_config=None,
         access_log=False,  # the engine logs a line per request
         server_header=False,
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=math.ceil(config.drain_seconds) + _CUT_SECONDS,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,

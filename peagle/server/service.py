@@ -31,6 +31,8 @@ from peagle.structured.outputs import StructuredOutputs
 
 T = TypeVar("T")
 
+MAX_ECHOED = 4_000_000  # log-probabilities of a response's prompts: about a gigabyte while it is written
+
 
 def _one_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "peagle-prompts")
@@ -126,6 +128,7 @@ class Service:
             if len(each) > 1 and isinstance(prompt, str):
                 prompt = encode(self.llm.tokenizer, prompt)  # once for all
             made += [self.engine.make_request(prompt, params, index=number) for params in each]
+        _check_echoes(made)
         return made
 
     def check_length(self, text: str) -> None:
@@ -159,3 +162,14 @@ class Service:
         if any(request.logprobs is not None for request in requests):  # long to write: others are not to wait
             return await asyncio.to_thread(lambda: JSONResponse(reply.whole(outputs)))
         return JSONResponse(reply.whole(outputs))
+
+
+def _check_echoes(requests: Sequence[Request]) -> None:
+    """PeagleError for more log-probabilities of prompts than a response can hold."""
+    asked = [(len(request.prompt_ids), request.params.prompt_logprobs) for request in requests]
+    count = sum(length * (1 + likeliest) for length, likeliest in asked if likeliest is not None)
+    if count > MAX_ECHOED:
+        raise PeagleError(
+            f"logprobs with echo ask for {count} log-probabilities: {MAX_ECHOED} is the most, "
+            "so lower logprobs or n, or send fewer prompts"
+        )

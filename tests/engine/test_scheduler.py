@@ -198,6 +198,18 @@ def test_the_next_in_the_queue_takes_the_place_of_an_aborted_one():
     assert simulated.step().admitted == requests[2:]
 
 
+def test_who_gave_way_waits_for_what_it_lacks_itself():
+    """Not for what the one behind it, much longer, lacked."""
+    simulated = engine(num_blocks=20, depth=0, prefix_caching=False)
+    first, long, young, longest = added(simulated, 8, 24, 8, 48, max_tokens=16)
+    while not simulated.scheduler.num_preemptions:
+        simulated.step()
+    assert simulated.scheduler.running == [first, long]
+    assert list(simulated.scheduler.waiting) == [young, longest]
+    simulated.abort(long)
+    assert simulated.step().admitted == [young]
+
+
 WORLDS = st.fixed_dictionaries(
     dict(
         block_size=st.sampled_from([1, 2, 4]),

@@ -4,11 +4,14 @@ import threading
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
 
 from peagle.config import EngineConfig
 from peagle.engine.engine import LLM
-from peagle.engine.text import TextStream
+from peagle.engine.request import Request
+from peagle.engine.text import MeasuredStream, TextStream
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import EOS, force_drafts, random_prompts, tiny_llm, tiny_parts, tiny_tokenizer
@@ -105,15 +108,17 @@ def test_an_exception_in_a_callback_frees_everything(llm_and_plain):
     assert [o.token_ids for o in llm.generate(PROMPTS, LONG)] == [o.token_ids for o in plain]
 
 
-def test_half_characters_are_held_back():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+def byte_tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerFast:
+    """A token for every byte, and one for each of `merges`."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_half_characters_are_held_back():
+    fast = byte_tokenizer()
     text = "naïve – 東京 🦅!"
     ids = fast.encode(text)
     stream, shown = TextStream(fast, ("東🦅",)), []
@@ -127,6 +132,18 @@ def test_half_characters_are_held_back():
     for token in ids[:-2]:  # ends inside the four bytes of the eagle
         cut.push(token)
     assert cut.finish(ids[:-2]) == text[:-2] + "\ufffd"
+
+
+def test_a_stop_string_is_found_where_half_a_character_behind_it_ends_the_answer():
+    fast = byte_tokenizer(("Ċ", "æ"))  # a line's end and the first byte of 東
+    stream = MeasuredStream(fast, ("x\n",))
+    params = SamplingParams(max_tokens=3, stop="x\n")
+    request = Request(0, "", [0], params, seed=0, stop_ids=frozenset(), max_tokens=3, stream=stream)
+    assert request.emit(fast.convert_tokens_to_ids(["a", "x", "Ċæ"])) == 3
+    assert stream.take() == "a"
+    output = request.output(fast)
+    assert (output.text, output.finish_reason, output.text_ends) == ("a", "stop", [1, 1, 1])
+    assert stream.take(final=True) == ""
 
 
 def test_bad_prompts_are_named_before_any_work():

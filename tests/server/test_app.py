@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from peagle.config import ServeConfig
 from peagle.errors import NoMemory
 from peagle.sampling import SamplingParams
-from peagle.server import guard
+from peagle.server import guard, service
 from peagle.server.app import make_app
 from peagle.server.errors import of_validation, shown
 from peagle.server.metrics import Metrics
@@ -272,6 +272,29 @@ def test_refusals_name_the_field(client, path, fields, param):
 def test_rubbish_is_the_clients_fault(client, body):
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
         error(client.post(path, content=body, headers=JSON))
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "\xff"}', b'{"prompt":' * 50_000, b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}"]
+)
+def test_what_cannot_be_read_at_all_has_a_remedy(client, body):
+    said = error(client.post(COMPLETIONS, content=body, headers=JSON))
+    assert "the body cannot be read" in said["message"]
+    assert "UTF-8" in said["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"null"])
+def test_nothing_is_no_python_word(client, body):
+    assert "empty or null" in error(client.post(COMPLETIONS, content=body, headers=JSON))["message"]
+
+
+def test_echoes_have_a_limit(client, monkeypatch):
+    monkeypatch.setattr(service, "MAX_ECHOED", 60)
+    asked = dict(prompt="hello", echo=True, n=2, max_tokens=1)  # 2 x 5 tokens
+    assert post(client, COMPLETIONS, **asked, logprobs=5).status_code == 200
+    said = error(post(client, COMPLETIONS, **asked, logprobs=6))
+    assert said["param"] == "logprobs"
+    assert "70 log-probabilities: 60 is the most" in said["message"]
 
 
 MANY = {

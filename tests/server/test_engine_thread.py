@@ -5,6 +5,7 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -280,6 +281,20 @@ def test_overload(llm: LLM):
         [reader.finish() for reader in readers]
         assert begin(engine, [50], LONG)[1].finish().finish_reason == "length"
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("ago, least, most", [(0, 1, 11), (8, 12, 60), (3000, 1, 1)])
+def test_when_to_come_back_goes_by_the_pace_of_late(llm: LLM, ago: int, least: int, most: int):
+    """Two requests ended so many seconds ago, and three or more wait."""
+    with running(llm, max_waiting=3) as engine:
+        for i in range(2):
+            begin(engine, [5 + i], drawn(i))[1].finish()
+        engine._finish_times = deque((at - ago for at in engine._finish_times), maxlen=32)
+        with slow_steps(engine):
+            [begin(engine, [5 + i], LONG) for i in range(8 + 3)]
+            with pytest.raises(Overloaded) as caught:
+                begin(engine, [50], LONG)
+        assert least <= caught.value.retry_after <= most
 
 
 def test_no_queue_at_all(llm: LLM):

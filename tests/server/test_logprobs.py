@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fastapi.testclient import TestClient
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -199,6 +199,28 @@ def test_completions(client, prompt, echo: bool):
                 continue
             assert top[token] == own
             assert 2 <= len(top) <= 3
+
+
+@pytest.mark.parametrize("prompt", ["hello", [5], ["hello", "x"]])
+def test_a_prompt_alone(client, served, prompt):
+    """No token is generated where none may be, and the prompt's are those of a longer answer."""
+    asked = dict(model="tiny", prompt=prompt, echo=True, logprobs=2, temperature=0)
+    longer = client.completions.create(**asked, max_tokens=3)
+    alone = client.completions.create(**asked, max_tokens=0)
+    streamed = joined(client.completions.create(**asked, max_tokens=0, stream=True))
+    assert alone.usage.completion_tokens == 0
+    assert alone.usage.prompt_tokens == longer.usage.prompt_tokens
+    for choice, other in zip(alone.choices, longer.choices, strict=True):
+        count = len(choice.logprobs.tokens)
+        assert choice.logprobs.token_logprobs == pytest.approx(other.logprobs.token_logprobs[:count])
+        assert len(other.logprobs.tokens) > count
+        assert choice.text == "".join(choice.logprobs.tokens) == "".join(streamed[choice.index].pop("text"))
+        assert streamed[choice.index]["tokens"] == choice.logprobs.tokens
+        assert choice.finish_reason == "length"
+    assert served.engine.snapshot().kv_usage == 0
+    for fewer in (dict(asked, echo=False), dict(asked, logprobs=None)):
+        with pytest.raises(BadRequestError, match="max_tokens is 0"):
+            client.completions.create(**fewer, max_tokens=0)
 
 
 def test_they_are_the_engines(client, served):

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -159,6 +160,19 @@ def test_head_and_a_key_from_the_environment(tiny, monkeypatch):
             assert head.headers.get("content-type") == got.headers.get("content-type")
         assert client.head("/").status_code == 200
         assert client.head("/v1/completions").status_code == 405
+
+
+def test_a_connection_may_rest(tiny):
+    """Clients and proxies keep theirs for 5 seconds or 60: a server that closes first loses them a request."""
+    with process(tiny) as (_, url, _):
+        connection = HTTPConnection(url.removeprefix("http://"))
+        connection.connect()
+        connection.auto_open = 0  # no second connection in place of one that was closed
+        for rest in (5.5, 0):
+            connection.request("GET", "/version")
+            assert connection.getresponse().read()
+            time.sleep(rest)
+        connection.close()
 
 
 def test_a_port_in_use_is_said_before_loading():
