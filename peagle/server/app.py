@@ -87,10 +87,7 @@ def _tokens(service: Service) -> APIRouter:
 
         def tokenize() -> list[int]:
             turns, opens = body.messages, body.add_generation_prompt is not False
-            if turns is None:
-                text = body.prompt or ""
-            else:
-                text = service.render([m.turn() for m in turns], add_generation_prompt=opens)
+            text = body.prompt or "" if turns is None else service.render(turns, add_generation_prompt=opens)
             service.check_length(text)
             return encode(tokenizer, text)
 
