@@ -11,8 +11,10 @@ from openai import OpenAI
 from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
+from peagle.models.tokenizer import render_chat
 from peagle.server.chat_style import ChatStyle
 from peagle.server.harmony import Harmony, harmony_turns
+from peagle.server.protocol import Message
 from peagle.structured.outputs import StructuredOutputs
 from tests.server.serving import serving
 from tests.server.tiny_harmony import MARKED, TEMPLATE, harmony_llm, ids_of
@@ -28,6 +30,10 @@ TOOLS = [
 THINK = "<|channel|>analysis<|message|>hm é<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>hello {you}"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 7}'
+
+
+def style_of(llm: LLM, **config) -> ChatStyle:
+    return ChatStyle.of(TEMPLATE, ServeConfig(**config), {name: ids_of(llm.tokenizer, name)[0] for name in MARKED})
 
 
 @contextmanager
@@ -159,12 +165,16 @@ def test_log_probabilities_and_stop_strings(client, dictate):
     assert streamed == tokens
 
 
+def bias_of(llm: LLM, weights: dict[str, float]) -> dict[str, float]:
+    """Of tokens by their text; and no space, which random weights love."""
+    return {str(ids_of(llm.tokenizer, name)[0]): weight for name, weight in ({" ": -100, "\n": -100} | weights).items()}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_form_holds_for_the_final_message(llm, client, seed):
     """Random weights think on and on: a bias against all but what ends a thought gets them to the point."""
-    end = str(ids_of(llm.tokenizer, "<|end|>")[0])
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": NUMBER, "strict": True}}
-    fields = {"response_format": form, "seed": seed, "logit_bias": {end: 40, str(ids_of(llm.tokenizer, "f")[0]): 3}}
+    fields = {"response_format": form, "seed": seed, "logit_bias": bias_of(llm, {"<|end|>": 40, "f": 3})}
     _, text, calls, reason = message_of(client, **fields)
     assert (calls, reason) == ([], "stop")
     assert 0 <= json.loads(text)["n"] <= 9
@@ -172,9 +182,8 @@ def test_a_form_holds_for_the_final_message(llm, client, seed):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "gg"}}])
 def test_calls_are_enforced(llm, client, choice):
-    end, letter = (str(ids_of(llm.tokenizer, name)[0]) for name in ("<|end|>", "c"))
+    bias = bias_of(llm, {"<|end|>": 40, "c": 3})
     for seed in range(3):
-        bias = {end: 40, letter: 3}
         _, text, calls, reason = message_of(client, tools=TOOLS, tool_choice=choice, seed=seed, logit_bias=bias)
         assert (text, reason, len(calls)) == ("", "tool_calls", 1)
         assert calls[0][0] == "gg" if choice != "required" else calls[0][0] in ("f", "gg")
@@ -183,26 +192,19 @@ def test_calls_are_enforced(llm, client, choice):
 
 def test_strict_functions_leave_the_choice(llm, client):
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    kinds = set()
-    for seed in range(12):
-        bias = {
-            str(ids_of(llm.tokenizer, name)[0]): weight for name, weight in [("<|end|>", 8), ("</s>", 8), ("a", -9)]
-        }
-        thought, text, calls, reason = message_of(client, tools=strict, seed=seed, logit_bias=bias, max_tokens=60)
-        if calls and reason != "length":
-            assert 0 <= json.loads(calls[0][1])["n"] <= 9
-        kinds |= {"call"} if calls else {"text"} if text else {"thought"} if thought else set()
-    assert len(kinds) > 1
+    for channel in ("analysis", "commentary", "final"):
+        bias = bias_of(llm, {"<|end|>": 8, "</s>": 8, channel[0]: 30})
+        kinds = set()
+        for seed in range(2):
+            thought, text, calls, reason = message_of(client, tools=strict, seed=seed, logit_bias=bias, max_tokens=50)
+            assert all(0 <= json.loads(arguments)["n"] <= 9 for _, arguments in calls if reason != "length")
+            kinds |= {name for name, part in (("thought", thought), ("text", text), ("call", calls)) if part}
+        assert kinds & {"analysis": {"thought"}, "commentary": {"text", "call"}, "final": {"text"}}[channel]
 
 
 def test_forms_and_functions_exclude_each_other(client):
     with pytest.raises(openai.BadRequestError, match="response_format beside tools"):
         ask(client, tools=TOOLS, response_format={"type": "json_object"})
-
-
-def prompt_of(client: OpenAI, messages: list) -> str:
-    tokens = client.post("/../tokenize", body={"messages": messages}, cast_to=object)["tokens"]
-    return client.post("/../detokenize", body={"tokens": tokens}, cast_to=object)["prompt"]
 
 
 def call(number: int) -> dict:
@@ -213,7 +215,7 @@ def call(number: int) -> dict:
     }
 
 
-def test_a_conversation_comes_back_as_it_was_said(client):
+def test_a_conversation_comes_back_as_it_was_said(llm):
     messages = [
         {"role": "developer", "content": "be kind"}, *HELLO,
         {"role": "assistant", "content": "hello", "reasoning_content": "forgotten"},
@@ -221,7 +223,8 @@ def test_a_conversation_comes_back_as_it_was_said(client):
         {"role": "assistant", "content": None, "reasoning_content": "a thought", "tool_calls": [call(1)]},
         {"role": "tool", "content": "7", "tool_call_id": "c1"},
     ]  # fmt: skip
-    assert prompt_of(client, messages) == (
+    turns = style_of(llm).turns([Message(**message).turn() for message in messages])
+    assert render_chat(llm.tokenizer, turns, add_generation_prompt=True) == (
         "<|start|>system<|message|>be kind<|end|><|start|>user<|message|>hi<|end|>"
         "<|start|>assistant<|channel|>final<|message|>hello<|end|><|start|>user<|message|>call<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>a thought<|end|>"
