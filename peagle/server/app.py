@@ -39,7 +39,13 @@ def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metr
         app.include_router(_metrics(metrics))
     add_error_handlers(app)
     describe(app, has_key=config.api_key is not None)
-    app.add_middleware(Guard, api_key=config.api_key, host=config.host, allowed_origins=config.allowed_origins)
+    app.add_middleware(
+        Guard,
+        api_key=config.api_key,
+        host=config.host,
+        allowed_origins=config.allowed_origins,
+        body_seconds=config.receive_timeout,
+    )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
