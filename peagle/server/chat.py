@@ -77,7 +77,7 @@ def chat(service: Service) -> APIRouter:
         tools = settle_tools(body.tools, body.tool_choice, several, style.dialect, style.knows_tools)
 
         def render() -> str:
-            return service.render(body.messages, tools)
+            return service.render(body.messages, tools, effort=body.reasoning_effort)
 
         prompt = await service.prepare(render, body, "messages")
         structure = await service.compile(_structure(service, body, tools, prompt))

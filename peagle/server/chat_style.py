@@ -20,6 +20,7 @@ class ChatStyle:
     dialect: Dialect = "hermes"
     knows_tools: bool = False  # the template describes them, in this dialect
     thinks: bool = False
+    takes_effort: bool = False  # the template tells the model how much to think
 
     @classmethod
     def of(
@@ -35,7 +36,7 @@ class ChatStyle:
         if config.tool_call_parser == config.reasoning_parser == "auto":
             harmony = Harmony.of(text, tokens, eos_ids)
             if harmony is not None:
-                return cls(harmony, knows_tools="tools" in text)
+                return cls(harmony, knows_tools="tools" in text, takes_effort="reasoning_effort" in text)
         dialect: Dialect = "hermes"
         knows_tools = "tools" in text
         if config.tool_call_parser == "llama3_json":

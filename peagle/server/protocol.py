@@ -39,7 +39,7 @@ _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
         "prediction": (),
-        "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
+        "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
         "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
         "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,),
         "mm_processor_kwargs": ({},),
@@ -223,6 +223,7 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 

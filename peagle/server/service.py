@@ -79,14 +79,23 @@ class Service:
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else subject) from error
 
     def render(
-        self, messages: Sequence[Message], tools: ToolUse | None = None, *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: ToolUse | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        effort: str | None = None,
     ) -> str:
-        """A conversation in the model's own template, which may know nothing of functions."""
+        """A conversation in the model's own template, which may know nothing of functions, or of an effort to think."""
+        if effort is not None and not self.style.takes_effort:
+            raise PeagleError("reasoning_effort is given: the template of this model has no place for it, leave it out")
         turns = self.style.turns([message.turn() for message in messages])
         described = None
         if tools is not None:
             turns, described = tools.introduced(turns), tools.for_template()
-        return render_chat(self.llm.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=described)
+        return render_chat(
+            self.llm.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=described, effort=effort
+        )
 
     async def compile(self, asked: tuple[str, StructuredOutputs] | None) -> StructuredOutputs | None:
         """What a field of a body asks answers to be, once its grammar is ready."""

@@ -16,7 +16,7 @@ from peagle.server.chat_style import ChatStyle
 from peagle.server.harmony import Harmony, harmony_turns
 from peagle.server.protocol import Message
 from peagle.structured.outputs import StructuredOutputs
-from tests.server.serving import serving
+from tests.server.serving import chat_llm, serving
 from tests.server.tiny_harmony import MARKED, TEMPLATE, harmony_llm, ids_of
 
 pytest.importorskip("xgrammar")
@@ -231,6 +231,17 @@ def test_a_conversation_comes_back_as_it_was_said(llm):
         '<|start|>assistant to=functions.f1<|channel|>commentary json<|message|>{"n": 1}<|call|>'
         "<|start|>functions.f1 to=assistant<|channel|>commentary<|message|>7<|end|><|start|>assistant"
     )
+
+
+def test_how_much_to_think(client):
+    plain = ask(client, max_tokens=1).usage.prompt_tokens
+    high = ask(client, max_tokens=1, reasoning_effort="high").usage.prompt_tokens
+    assert high - plain == len("system") + len("high") + 3  # and three special tokens
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+        ask(client, reasoning_effort="xhigh")
+    with client_of(chat_llm()) as other, pytest.raises(openai.BadRequestError, match="no place for it") as error:
+        ask(other, reasoning_effort="high")
+    assert error.value.param == "reasoning_effort"
 
 
 def test_turns_of_a_template_that_takes_one_call_and_one_text():

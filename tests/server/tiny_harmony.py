@@ -16,6 +16,7 @@ MARKED = (
 PLAIN = ' \n{}[]":,-._=<>|/Q' + string.ascii_lowercase + string.digits
 
 TEMPLATE = """
+{%- if reasoning_effort %}<|start|>system<|message|>{{ reasoning_effort }}<|end|>{% endif %}
 {%- if tools %}<|start|>developer<|message|>tools:
 {% for tool in tools %}{{ '/' + tool.function.description }} {{ tool.function.name }}{% endfor %}<|end|>{% endif %}
 {%- set called = namespace(name='') %}
