@@ -221,7 +221,8 @@ class ChatConfig(AnswerConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
     """The server around an engine. Port 0 is any that is free, `allowed_origins` are the web pages of other hosts that
-    may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut.
+    may use it. `request_timeout` and `drain_seconds` are in seconds; what is not done by then is cut. So is
+    `receive_timeout`, for the head of a request and then for its body.
     `trust_remote_code` is there for command lines that have it: no code that comes with a model is ever run."""
 
     host: str = "127.0.0.1"
@@ -230,6 +231,7 @@ class ServeConfig:
     served_model_name: str | None = None
     max_waiting: int = 256
     request_timeout: float | None = None
+    receive_timeout: float = 30.0
     drain_seconds: float = 30.0
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -247,7 +249,7 @@ class ServeConfig:
         check_choice(self, "reasoning_parser", "auto", "think", "none")
         check_choice(self, "warm_up", "all", "basic")
         check_at_least(self, 1, "max_waiting")
-        check_positive(self, "request_timeout")
+        check_positive(self, "request_timeout", "receive_timeout")
         check_between(self, 0, 86400, "drain_seconds")
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":

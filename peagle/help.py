@@ -155,6 +155,7 @@ SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "served_model_name": "Name of the model in the API (default: MODEL).",
             "max_waiting": "Requests that may wait for their turn; more are refused with status 429.",
             "request_timeout": "Seconds after which an answer is cut (default: never).",
+            "receive_timeout": "Seconds for the head of a request to arrive, and then for its body.",
             "drain_seconds": "Seconds that running requests get to finish after SIGTERM or Ctrl-C.",
             "ssl_certfile": "Certificate for HTTPS.",
             "ssl_keyfile": "Key of that certificate, if it is in a file of its own.",

@@ -3,7 +3,7 @@
 import logging
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -213,9 +213,16 @@ class LLM:
         return self.generate(prompts, params, on_delta=on_delta)
 
     def make_request(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, index: int = 0, streamed: bool = False
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        streamed: bool = False,
+        marks: Mapping[int, str] | None = None,
     ) -> Request:
-        """A request for `core.add`, checked: it fits context and cache. `streamed` keeps its text up to date."""
+        """A request for `core.add`, checked: it fits context and cache. `streamed` keeps its text up to date, with
+        `marks` in the place of some special tokens."""
         if not isinstance(params, SamplingParams):
             raise PeagleError(f"the sampling params of prompt {index} are {params!r}: give a SamplingParams")
         is_text = isinstance(prompt, str)
@@ -241,7 +248,7 @@ class LLM:
             seed=params.seed if params.seed is not None else int(self._rng.integers(2**63)),
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids),
             max_tokens=min(params.max_tokens, room),
-            stream=_stream(self.tokenizer, params, streamed),
+            stream=_stream(self.tokenizer, params, streamed, marks or {}),
         )
         if params.penalised:
             self.core.keep_history(vocab)
@@ -261,11 +268,11 @@ def _token_ids(prompt: object, index: int) -> list[int]:
         raise PeagleError(f"prompt {index} is {prompt!r:.60}: give text, or a list of whole numbers") from None
 
 
-def _stream(tokenizer: Any, params: SamplingParams, streamed: bool) -> TextStream | None:
+def _stream(tokenizer: Any, params: SamplingParams, streamed: bool, marks: Mapping[int, str]) -> TextStream | None:
     """What keeps a request's text up to date, where someone needs that before the end."""
     if params.logprobs is not None:
-        return MeasuredStream(tokenizer, params.stop)
-    return TextStream(tokenizer, params.stop) if params.stop or streamed else None
+        return MeasuredStream(tokenizer, params.stop, marks)
+    return TextStream(tokenizer, params.stop, marks) if params.stop or streamed else None
 
 
 def _new_text(request: Request, *, final: bool) -> str:

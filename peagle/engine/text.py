@@ -1,7 +1,8 @@
 """Token ids to text while they arrive: whole characters only, stop strings found and cut."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -11,13 +12,16 @@ class TextStream:
     """Text of one growing response.
 
     `text` is what has been decoded; `take()` hands out what is safe to show: never half a character, never a piece
-    that may turn out to be the beginning of a stop string.
+    that may turn out to be the beginning of a stop string. Special tokens are left out, but for those that have a mark,
+    which divide the text: between two of them it is decoded by itself.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], marks: Mapping[int, str] = MappingProxyType({})) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop = stop
+        self._stop, self._marks = stop, marks
+        self._part: list[int] = []  # tokens since the last mark, if there can be any
+        self._part_start, self._count = 0, 0  # characters before them; tokens pushed
         self._shown = 0
         self.text = ""
         self.stopped = False
@@ -40,6 +44,11 @@ class TextStream:
 
     def _decode(self, token_id: int) -> str | None:
         """The text that a token completes, if any."""
+        self._count += 1
+        if token_id in self._marks:
+            return self._divide(token_id)
+        if self._marks:
+            self._part.append(token_id)
         tokenizer = self._tokenizer.backend_tokenizer
         try:
             return self._stream.step(tokenizer, token_id)
@@ -49,6 +58,18 @@ class TextStream:
             # The library gives up where a token changes the text of those before it. `finish` decodes them all again.
             self._stream = DecodeStream(skip_special_tokens=True)
             return self._stream.step(tokenizer, token_id)
+
+    def _divide(self, token_id: int) -> str:
+        """A mark, behind what is left of the part that it ends."""
+        text = self._left() + self._marks[token_id]
+        self._stream, self._part = DecodeStream(skip_special_tokens=True), []
+        self._part_start = len(self.text) + len(text)
+        return text
+
+    def _left(self) -> str:
+        """What is held back of a part: a character that never became whole, as in `decode`."""
+        whole, known = str(self._tokenizer.decode(self._part, skip_special_tokens=True)), self.text[self._part_start :]
+        return whole[len(known) :] if whole.startswith(known) else ""
 
     def take(self, *, final: bool = False) -> str:
         """New text since the last call. `final` releases what was held back for a stop string that never came."""
@@ -61,7 +82,11 @@ class TextStream:
         """The complete text of a response; a character cut short by the end becomes U+FFFD as in `decode`.
 
         A token may hold the end of a stop string and the beginning of a character, so one may be found only now."""
-        if not self.stopped:
+        if self._marks and not self.stopped:
+            self._part += [token for token in token_ids[self._count :] if token not in self._marks]
+            self._extend(self._left())
+            self._count = len(token_ids)
+        elif not self.stopped:
             whole = self._tokenizer.decode(token_ids, skip_special_tokens=True)
             if whole.startswith(self.text):
                 self._extend(whole[len(self.text) :])
@@ -78,8 +103,8 @@ class TextStream:
 class MeasuredStream(TextStream):
     """Also keeps `ends`: characters of text there were after each token pushed, none beyond the end of the text."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        super().__init__(tokenizer, stop)
+    def __init__(self, tokenizer: Any, stop: Sequence[str], marks: Mapping[int, str] = MappingProxyType({})) -> None:
+        super().__init__(tokenizer, stop, marks)
         self.ends: list[int] = []
 
     def push(self, token_id: int) -> bool:

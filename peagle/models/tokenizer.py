@@ -59,9 +59,11 @@ def render_chat(
     *,
     add_generation_prompt: bool,
     tools: Sequence[dict[str, Any]] | None = None,
+    effort: str | None = None,
 ) -> str:
     """The conversation as the model's own template writes it, special tokens spelled out in the text. `tools` are the
-    functions that it tells the model about, as OpenAI's field describes them."""
+    functions that it tells the model about, as OpenAI's field describes them; `effort` is how much the model is to
+    think, for a template with a `reasoning_effort`."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -71,12 +73,14 @@ def render_chat(
         )
     for message in messages:
         check_unicode(str(message.get("content")), f"a message of the role {message.get('role')!r}")
+    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **told,
         )
     except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
         roles = [message.get("role") for message in messages]

@@ -39,7 +39,13 @@ def make_app(engine: EngineThread, llm: LLM, config: ServeConfig, metrics: "Metr
         app.include_router(_metrics(metrics))
     add_error_handlers(app)
     describe(app, has_key=config.api_key is not None)
-    app.add_middleware(Guard, api_key=config.api_key, host=config.host, allowed_origins=config.allowed_origins)
+    app.add_middleware(
+        Guard,
+        api_key=config.api_key,
+        host=config.host,
+        allowed_origins=config.allowed_origins,
+        body_seconds=config.receive_timeout,
+    )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -87,10 +93,7 @@ def _tokens(service: Service) -> APIRouter:
 
         def tokenize() -> list[int]:
             turns, opens = body.messages, body.add_generation_prompt is not False
-            if turns is None:
-                text = body.prompt or ""
-            else:
-                text = service.render([m.turn() for m in turns], add_generation_prompt=opens)
+            text = body.prompt or "" if turns is None else service.render(turns, add_generation_prompt=opens)
             service.check_length(text)
             return encode(tokenizer, text)
 

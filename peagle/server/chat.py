@@ -1,7 +1,6 @@
 """POST /v1/chat/completions."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -78,12 +77,14 @@ def chat(service: Service) -> APIRouter:
         tools = settle_tools(body.tools, body.tool_choice, several, style.dialect, style.knows_tools)
 
         def render() -> str:
-            return service.render(body.conversation(), tools)
+            return service.render(body.messages, tools, effort=body.reasoning_effort)
 
         prompt = await service.prepare(render, body, "messages")
         structure = await service.compile(_structure(service, body, tools, prompt))
         requests: list[EngineRequest] = await service.prepare(
-            lambda: service.requests(body, [prompt], service.llm.max_model_len, structure), body, "messages"
+            lambda: service.requests(body, [prompt], service.llm.max_model_len, structure, style.harmony),
+            body,
+            "messages",
         )
         form = _form(lambda: MessageWriter(style.parser(prompt, tools), several))
         return await service.answer(http, body, requests, form)
@@ -120,4 +121,4 @@ def _structure(
     if asked is None:
         return None
     name, outputs = asked
-    return name, replace(outputs, thought=service.style.thought(prompt))
+    return name, service.style.behind_thought(outputs, prompt, of_tools=tools is not None)

@@ -1,11 +1,16 @@
 """How a model chats: whether it thinks aloud, and in which dialect it calls functions. Told by its template."""
 
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Self
 
 from peagle.config import ServeConfig
 from peagle.server.answer_parsing import CALL, END_THINK, THINK, Parser, PlainText, Thoughts
-from peagle.server.tools import Dialect, ToolUse
+from peagle.server.harmony import Harmony, harmony_turns
+from peagle.server.harmony_parsing import HarmonyMessages
+from peagle.server.tools import Dialect, ToolUse, as_text
+from peagle.structured.outputs import StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +20,23 @@ class ChatStyle:
     dialect: Dialect = "hermes"
     knows_tools: bool = False  # the template describes them, in this dialect
     thinks: bool = False
+    takes_effort: bool = False  # the template tells the model how much to think
 
     @classmethod
-    def of(cls, template: object, config: ServeConfig) -> Self:
-        """By the chat template, where the config does not say."""
+    def of(
+        cls,
+        template: object,
+        config: ServeConfig,
+        tokens: Mapping[str, int] = MappingProxyType({}),
+        eos_ids: Sequence[int] = (),
+    ) -> Self:
+        """By the chat template, where the config does not say. `tokens` are those that no text contains, `eos_ids` end
+        it."""
         text = str(template or "")
+        if config.tool_call_parser == config.reasoning_parser == "auto":
+            harmony = Harmony.of(text, tokens, eos_ids)
+            if harmony is not None:
+                return cls(harmony, knows_tools="tools" in text, takes_effort="reasoning_effort" in text)
         dialect: Dialect = "hermes"
         knows_tools = "tools" in text
         if config.tool_call_parser == "llama3_json":
@@ -32,14 +49,30 @@ class ChatStyle:
         thinks = config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and END_THINK in text)
         return cls(dialect, knows_tools, thinks)
 
-    def thought(self, prompt: str) -> tuple[str, str] | None:
-        """What opens and what closes the thought that may begin an answer; None for a model that has none."""
+    @property
+    def harmony(self) -> Harmony | None:
+        """The format of a model whose answers are messages with channels."""
+        return self.dialect if isinstance(self.dialect, Harmony) else None
+
+    def turns(self, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A conversation as the template takes it. Only harmony's is given what was thought."""
+        if self.harmony is not None:
+            return harmony_turns(turns)
+        spoken = [{name: value for name, value in turn.items() if name != "thinking"} for turn in turns]
+        return spoken if self.knows_tools else [as_text(turn) for turn in spoken]
+
+    def behind_thought(self, outputs: StructuredOutputs, prompt: str, *, of_tools: bool) -> StructuredOutputs:
+        """The same for what an answer to a rendered prompt says once it has thought, which it may do first."""
+        if self.harmony is not None:
+            return outputs if of_tools else self.harmony.answer(outputs)
         if not self.thinks:
-            return None
-        return ("" if _opens_thought(prompt) else THINK, END_THINK)
+            return outputs
+        return replace(outputs, thought=("" if _opens_thought(prompt) else THINK, END_THINK))
 
     def parser(self, prompt: str, tools: ToolUse | None) -> Parser:
         """A parser of the answer to a rendered prompt."""
+        if self.harmony is not None:
+            return HarmonyMessages(None if tools is None else {function.name for function in tools.functions})
         rest = PlainText() if tools is None else tools.parser()
         return Thoughts(rest, is_open=_opens_thought(prompt)) if self.thinks else rest
 

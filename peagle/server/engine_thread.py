@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -171,11 +171,18 @@ class EngineThread:
         with self._news:
             return replace(self._snapshot, num_waiting=self._snapshot.num_waiting + self._num_submitted)
 
-    def make_request(self, prompt: str | Sequence[int], params: SamplingParams, *, index: int = 0) -> Request:
+    def make_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        marks: Mapping[int, str] | None = None,
+    ) -> Request:
         """A checked request for `submit`; raises PeagleError as `LLM.make_request` does. Takes time: keep it off an
         event loop."""
         with self._making:  # the first request with penalties makes room for all of them
-            return self.llm.make_request(prompt, params, index=index, streamed=True)
+            return self.llm.make_request(prompt, params, index=index, streamed=True, marks=marks)
 
     def submit(self, request: Request, on_delta: OnDelta, *, request_id: str = "") -> None:
         """Queue a request; from any thread. `on_delta` runs on the engine thread and must be quick.

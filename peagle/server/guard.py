@@ -13,7 +13,6 @@ from peagle.server.errors import ApiError, shown
 from peagle.server.web import FILES
 
 MAX_BODY_BYTES = 8 * 2**20  # a context of a million token ids
-BODY_SECONDS = 30.0  # for a whole body to arrive
 # What probes, scrapers and browsers ask without a key. The page's files are as public as the source they come from.
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
 
@@ -21,9 +20,12 @@ OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
 class Guard:
     """ASGI middleware: refuses early, and hands on the whole body at once."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, host: str, allowed_origins: Sequence[str]) -> None:
-        """`host` is where the server listens, `allowed_origins` are the pages of others that may use it."""
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, host: str, allowed_origins: Sequence[str], body_seconds: float
+    ) -> None:
+        """`host` is where the server listens, `allowed_origins` are the pages of others that may use it, `body_seconds`
+        is what a body has to arrive in."""
+        self._app, self._body_seconds = app, body_seconds
         self._key = None if api_key is None else api_key.encode()
         self._is_private = api_key is None and is_loopback(host) and "*" not in allowed_origins
         self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
@@ -41,7 +43,7 @@ class Guard:
             self._check_origin(headers)
             if scope["method"] == "POST":
                 _check_type(headers)
-                receive = await _with_body(headers, receive)
+                receive = await _with_body(headers, receive, self._body_seconds)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -98,7 +100,7 @@ def _check_type(headers: MutableMapping[bytes, bytes]) -> None:
         raise ApiError(415, f"the content type is {kind.decode('latin-1')!r}: send application/json")
 
 
-async def _with_body(headers: MutableMapping[bytes, bytes], receive: Receive) -> Receive:
+async def _with_body(headers: MutableMapping[bytes, bytes], receive: Receive, seconds: float) -> Receive:
     """Read the body and return a `receive` that begins with all of it."""
     too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send less")
     length = headers.get(b"content-length", b"0")
@@ -106,7 +108,7 @@ async def _with_body(headers: MutableMapping[bytes, bytes], receive: Receive) ->
         raise too_large
     parts, size, more = [], 0, True
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             while more:
                 message: MutableMapping[str, Any] = await receive()
                 if message["type"] == "http.disconnect":
@@ -116,7 +118,7 @@ async def _with_body(headers: MutableMapping[bytes, bytes], receive: Receive) ->
                 if size > MAX_BODY_BYTES:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body took more than {BODY_SECONDS:g} seconds: send it again") from None
+        raise ApiError(408, f"the body took more than {seconds:g} seconds: send it again") from None
     whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
     async def replay() -> Message:

@@ -39,7 +39,7 @@ _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
         "prediction": (),
-        "reasoning_effort": (), "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
+        "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
         "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
         "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,),
         "mm_processor_kwargs": ({},),
@@ -171,7 +171,7 @@ class Message(Body):
     content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None  # of an answer before; templates leave out what was thought
+    reasoning_content: str | None = None  # of an answer before; most templates leave out what was thought
 
     @field_validator("content", mode="before")
     @classmethod
@@ -209,6 +209,8 @@ class Message(Body):
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id:
             turn["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content:
+            turn["thinking"] = self.reasoning_content
         return turn
 
 
@@ -221,6 +223,7 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
@@ -244,10 +247,6 @@ class ChatBody(GenerationBody):
                 raise ApiError(400, message, param="max_tokens")
             self.max_tokens = self.max_completion_tokens
         return self
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them."""
-        return [message.turn() for message in self.messages]
 
 
 class TokenizeBody(Body):

@@ -82,9 +82,13 @@ def run_server(
     first: what only begins a request is of no use any more."""
     import uvicorn
 
+    from peagle.server.slow_heads import SlowHeads
+
+    slow_heads = SlowHeads(config.receive_timeout, _IDLE_SECONDS)
+
     class Server(uvicorn.Server):
         """Ends when the engine fails, and drains the engine while connections wait for their last chunks. A second
-        signal, whichever, ends the waiting."""
+        signal, whichever, ends the waiting. Connections that never come to a request are ended on the way."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.should_exit:
@@ -92,6 +96,7 @@ def run_server(
             super().handle_exit(sig, frame)
 
         async def on_tick(self, counter: int) -> bool:
+            slow_heads.sweep(self.server_state.connections)
             return await super().on_tick(counter) or engine.failure is not None
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -21,11 +21,12 @@ from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
 from peagle.server.errors import ApiError, shown
+from peagle.server.harmony import Harmony
 from peagle.server.logprobs import Echo, TokenNames
-from peagle.server.protocol import GenerationBody
+from peagle.server.protocol import GenerationBody, Message
 from peagle.server.responses import EventStream, Form, Reply
 from peagle.server.structured import Compiler
-from peagle.server.tools import ToolUse, as_text
+from peagle.server.tools import ToolUse
 from peagle.server.trace import Trace
 from peagle.structured.outputs import StructuredOutputs
 
@@ -58,7 +59,8 @@ class Service:
     def of(cls, engine: EngineThread, llm: LLM, config: ServeConfig, name: str) -> Self:
         """A service of a loaded model."""
         longest = max(map(len, llm.tokenizer.get_vocab()))
-        style = ChatStyle.of(llm.tokenizer.chat_template, config)
+        tokens = {str(token.content): number for number, token in llm.tokenizer.added_tokens_decoder.items()}
+        style = ChatStyle.of(llm.tokenizer.chat_template, config, tokens, llm.target.spec.eos_token_ids)
         return cls(engine, llm, config, name, TokenNames(llm.tokenizer), longest_token=longest, style=style)
 
     def check_model(self, name: str | None) -> None:
@@ -79,15 +81,23 @@ class Service:
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else subject) from error
 
     def render(
-        self, turns: list[dict[str, Any]], tools: ToolUse | None = None, *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: ToolUse | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        effort: str | None = None,
     ) -> str:
-        """A conversation in the model's own template, which may know nothing of functions."""
-        if not self.style.knows_tools:
-            turns = [as_text(turn) for turn in turns]
+        """A conversation in the model's own template, which may know nothing of functions, or of an effort to think."""
+        if effort is not None and not self.style.takes_effort:
+            raise PeagleError("reasoning_effort is given: the template of this model has no place for it, leave it out")
+        turns = self.style.turns([message.turn() for message in messages])
         described = None
         if tools is not None:
             turns, described = tools.introduced(turns), tools.for_template()
-        return render_chat(self.llm.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=described)
+        return render_chat(
+            self.llm.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=described, effort=effort
+        )
 
     async def compile(self, asked: tuple[str, StructuredOutputs] | None) -> StructuredOutputs | None:
         """What a field of a body asks answers to be, once its grammar is ready."""
@@ -107,13 +117,18 @@ class Service:
         prompts: Sequence[str | Sequence[int]],
         max_tokens: int,
         structure: StructuredOutputs | None = None,
+        harmony: Harmony | None = None,
     ) -> list[Request]:
-        """Every answer that a body asks for, those to the same prompt side by side."""
+        """Every answer that a body asks for, those to the same prompt side by side. With `harmony` their text has its
+        marks."""
         vocab_size = self.llm.target.spec.vocab_size
         outside = [token for token in body.stop_token_ids or () if not 0 <= token < vocab_size]
         if outside:
             raise PeagleError(f"stop_token_ids has {shown(outside[0])}: the target has tokens 0 .. {vocab_size - 1}")
         each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
+        if harmony is not None and not body.ignore_eos:
+            each = [replace(params, stop_token_ids=(*params.stop_token_ids, *harmony.stop_ids)) for params in each]
+        marks = None if harmony is None else harmony.marks
         if structure is not None:
             each = [replace(params, structured_outputs=structure) for params in each]
         room = self.llm.core.max_num_seqs + self.config.max_waiting
@@ -127,7 +142,7 @@ class Service:
                 self.check_length(prompt)
             if len(each) > 1 and isinstance(prompt, str):
                 prompt = encode(self.llm.tokenizer, prompt)  # once for all
-            made += [self.engine.make_request(prompt, params, index=number) for params in each]
+            made += [self.engine.make_request(prompt, params, index=number, marks=marks) for params in each]
         _check_echoes(made)
         return made
 

@@ -11,12 +11,13 @@ from peagle.errors import PeagleError
 from peagle.server.answer_parsing import CALL, END_CALL, HermesCalls, JsonCalls, Parser
 from peagle.server.body import Body
 from peagle.server.errors import ApiError
+from peagle.server.harmony import Harmony
 from peagle.structured.outputs import MAX_WHITESPACE, StructuredOutputs
 from peagle.structured.schema import check_schema
 
 MAX_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-Dialect = Literal["hermes", "llama3_json"]
+Dialect = Literal["hermes", "llama3_json"] | Harmony
 
 _ABOUT_TOOLS = """You can call functions. They are, one a line:
 {tools}
@@ -132,6 +133,8 @@ class ToolUse:
             return None
         for function in self.functions:
             check_schema(function.accepts, f"{function.name}.parameters")
+        if isinstance(self.dialect, Harmony):
+            return self.dialect.calls({f.name: _json(f) for f in self.functions}, must=self.must_call)
         calls = [self._call(function) for function in self.functions]
         if self.must_call:
             separator = "\n" if self.dialect == "hermes" else "; "
@@ -150,20 +153,25 @@ class ToolUse:
     def _call(self, function: Function) -> dict[str, Any]:
         """The grammar of a function's call."""
         name = json.dumps(function.name)
-        schema = {"type": "json_schema", "json_schema": function.accepts, "max_whitespace_cnt": MAX_WHITESPACE}
         if self.dialect == "hermes":
             begin, end = f'{CALL}\n{{"name": {name}, "arguments": ', f"}}\n{END_CALL}"
         else:
             begin, end = f'{{"name": {name}, "parameters": ', "}"
-        return {"type": "tag", "begin": begin, "content": schema, "end": end}
+        return {"type": "tag", "begin": begin, "content": _json(function), "end": end}
 
-    @staticmethod
-    def _described(function: Function) -> dict[str, Any]:
+    def _described(self, function: Function) -> dict[str, Any]:
         about = {} if function.description is None else {"description": function.description}
+        if isinstance(self.dialect, Harmony):
+            about.setdefault("description", "")  # its template has no other way
         return {
             "type": "function",
             "function": {"name": function.name, **about, "parameters": function.accepts},
         }
+
+
+def _json(function: Function) -> dict[str, Any]:
+    """The grammar of a function's arguments."""
+    return {"type": "json_schema", "json_schema": function.accepts, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 def settle_tools(

@@ -125,15 +125,20 @@ class GrammarMatcher:
 
 
 def _token_info(tokenizer: "PreTrainedTokenizerFast", vocab_size: int, stop_ids: list[int]) -> Any:
-    """xgrammar's view of the vocabulary. Tokens that no text shows are none that a grammar can use."""
+    """xgrammar's view of the vocabulary. Tokens that no text shows are none that a grammar can use, but by their id:
+    they are spelled with a byte that UTF-8 never has. Those that end the text need no spelling."""
     import xgrammar
 
     found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
     hidden = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    words = [""] * vocab_size
+    words = [b""] * vocab_size
     for word, token in tokenizer.get_vocab().items():
         if token < vocab_size and token not in hidden:
-            words[token] = word
+            words[token] = word.encode()
+    for token in hidden.difference(stop_ids):
+        if token < vocab_size:
+            is_mapped = found.vocab_type == xgrammar.VocabType.BYTE_LEVEL  # then each character stands for a byte
+            words[token] = f"ÿ{token}".encode() if is_mapped else b"\xff%d" % token
     return xgrammar.TokenizerInfo(
         words,
         found.vocab_type,

@@ -6,13 +6,13 @@ After each batch nothing is left of them: no task, no thread, no request, no blo
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 
-import pytest
 import uvicorn
 
 from peagle.config import ServeConfig
-from peagle.server import guard
 from peagle.server.app import make_app
+from peagle.server.slow_heads import SlowHeads
 from tests.server.serving import chat_llm, started
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 90, "ignore_eos": True}).encode()
@@ -80,13 +80,8 @@ ATTACKS = {
 }
 
 
-@pytest.fixture
-def quick_bodies(monkeypatch):
-    monkeypatch.setattr(guard, "BODY_SECONDS", 1.0)
-
-
-def test_what_connections_do_leaves_nothing_behind(quick_bodies):
-    llm, config = chat_llm(), ServeConfig()
+def test_what_connections_do_leaves_nothing_behind():
+    llm, config = chat_llm(), ServeConfig(receive_timeout=1.0)
     with started(llm, config) as engine:
         asyncio.run(_attack(make_app(engine, llm, config), engine))
         assert engine.failure is None
@@ -118,3 +113,49 @@ async def _attack(app, engine):
     assert b"200 OK" in good
     server.should_exit = True
     await serving
+
+
+class Line:
+    """A connection as uvicorn has them, and what became of it."""
+
+    def __init__(self) -> None:
+        self.cycle, self.ends = None, []
+        close, abort = (lambda: self.ends.append("closed")), (lambda: self.ends.append("cut"))
+        self.transport = SimpleNamespace(close=close, abort=abort)
+
+    def ask(self) -> None:
+        self.cycle = SimpleNamespace(response_complete=False)
+
+    def answer(self) -> None:
+        self.cycle.response_complete = True
+
+
+def test_who_never_comes_to_a_request_is_cut():
+    silent, busy, fresh = Line(), Line(), Line()
+    clock, lines = [0.0], {silent, busy}
+    heads = SlowHeads(10.0, 30.0, clock=lambda: clock[0])
+
+    def look(*times: float) -> None:
+        for clock[0] in times:
+            heads.sweep(lines)
+
+    busy.ask()
+    look(0, 5, 10, 12)
+    assert silent.ends == ["closed"]
+    lines.discard(silent)
+    look(*range(15, 100, 3))  # an answer may take as long as it likes
+    assert not busy.ends
+    busy.answer()
+    lines.add(fresh)
+    look(100, 108)  # both have until 110
+    busy.ask()
+    busy.answer()  # between two looks
+    look(111)
+    assert (busy.ends, fresh.ends) == ([], ["closed"])
+    look(119, 121.5)
+    assert (busy.ends, fresh.ends) == ([], ["closed", "closed", "cut"])  # between requests there is more time
+    look(140, 142)
+    assert busy.ends == ["closed"]
+    lines.clear()
+    look(143)
+    assert not heads._idle

@@ -1,5 +1,6 @@
 """`peagle serve` as a process: how it begins, and how it ends on a signal under load."""
 
+import itertools
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -134,6 +135,46 @@ def test_grammars_end_with_the_server(tiny):
         assert not process_group(int(trials))
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def dripped(url, before=b""):
+    """Seconds until the server ends a connection that sends a head byte by byte, after a whole request `before`."""
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=20) as sock:
+        sock.sendall(before)
+        if before:
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+        began = time.perf_counter()
+        try:
+            for byte in itertools.cycle(HEAD[:20] + b"a" * 1000):
+                sock.sendall(bytes([byte]))
+                time.sleep(0.05)
+                sock.setblocking(False)
+                with suppress(BlockingIOError):
+                    if not sock.recv(1):
+                        break
+                sock.setblocking(True)
+        except ConnectionError:
+            pass
+        return time.perf_counter() - began
+
+
+def test_slow_heads_are_cut_and_nobody_else(tiny):
+    body = json.dumps({"prompt": [5, 6], "max_tokens": 3}).encode()
+    length = f"Content-Length: {len(body)}\r\n".encode()
+    with (
+        process(tiny, "--receive-timeout", "1") as (_, url, _),
+        ThreadPoolExecutor(4) as pool,
+        httpx.Client() as client,
+    ):
+        slow = [pool.submit(dripped, url, before) for before in (b"", HEAD + length + b"\r\n" + body)]
+        for _ in range(8):  # one connection, kept alive
+            assert client.get(f"{url}/health").status_code == 200
+            assert ended(url, True) == "length"
+            time.sleep(0.3)
+        assert all(0.9 < future.result() < 4 for future in slow)
+
+
 def test_a_second_signal_cuts_at_once(tiny):
     with process(tiny, "--drain-seconds", "60", "--max-num-seqs", "1") as (running, url, _), loaded(url, 40) as asked:
         os.kill(running.pid, signal.SIGTERM)
@@ -207,7 +248,8 @@ def test_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"port": 70000}, {"port": -1}, {"max_waiting": 0}, {"request_timeout": 0.0}, {"drain_seconds": -1.0},
+        {"port": 70000}, {"port": -1}, {"max_waiting": 0}, {"request_timeout": 0.0}, {"receive_timeout": 0.0},
+        {"drain_seconds": -1.0},
         {"api_key": ""}, {"host": ""}, {"ssl_keyfile": "key.pem"},
     ],
 )  # fmt: skip

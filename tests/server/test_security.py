@@ -46,11 +46,11 @@ def client_of(engine, **config) -> TestClient:
 
 
 @contextmanager
-def listening(engine):
+def listening(engine, config=None):
     """The server on a socket; its address."""
     with bind("127.0.0.1", 0) as sock:
         listen(sock)
-        app = make_app(engine, engine.llm, ServeConfig())
+        app = make_app(engine, engine.llm, config or ServeConfig())
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
@@ -113,10 +113,10 @@ def test_a_body_that_never_ends_is_cut(client, monkeypatch):
     assert client.post(CHAT, content=endless(), headers=HEADERS).status_code == 413
 
 
-def test_a_body_that_never_comes_is_given_up(engine, monkeypatch):
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+def test_a_body_that_never_comes_is_given_up(engine):
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-    with listening(engine) as address, socket.create_connection(address, timeout=20) as sock:
+    config = ServeConfig(receive_timeout=0.2)
+    with listening(engine, config) as address, socket.create_connection(address, timeout=20) as sock:
         sock.sendall(head.encode())
         assert sock.recv(100).startswith(b"HTTP/1.1 408")
 

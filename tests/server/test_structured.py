@@ -238,7 +238,8 @@ def test_styles_of_models():
     assert ChatStyle.of(None, auto) == ChatStyle("hermes", False, False)
     told = ServeConfig(tool_call_parser="llama3_json", reasoning_parser="none")
     assert ChatStyle.of(qwen, told) == ChatStyle("llama3_json", True, False)
-    assert ChatStyle.of("", ServeConfig(reasoning_parser="think")).thought("a <think>\n") == ("", "</think>")
+    digits, thinks = StructuredOutputs(regex="[0-9]"), ChatStyle.of("", ServeConfig(reasoning_parser="think"))
+    assert thinks.behind_thought(digits, "a <think>\n", of_tools=False).thought == ("", "</think>")
 
 
 def test_a_template_without_tools():
