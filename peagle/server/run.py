@@ -84,7 +84,7 @@ def run_server(
 
     from peagle.server.slow_heads import SlowHeads
 
-    slow_heads = SlowHeads(config.receive_timeout, _IDLE_SECONDS)
+    slow_heads = SlowHeads(config.receive_timeout)
 
     class Server(uvicorn.Server):
         """Ends when the engine fails, and drains the engine while connections wait for their last chunks. A second

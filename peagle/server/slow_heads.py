@@ -9,13 +9,13 @@ _log = logging.getLogger(__name__)
 
 
 class SlowHeads:
-    """Looks at uvicorn's connections now and then. One that has had `seconds` since it was made for the head of a
-    request, or `seconds_between` since its last answer, is closed, however busily it sends; one that then does not take
-    what is still to be sent is dropped after as long again. Whoever waits for an answer or reads a stream is left
-    alone."""
+    """Looks at uvicorn's connections now and then. One that has had `seconds` for the head of a request, since it was
+    made or since a head began after its last answer, is closed, however busily it sends; one that then does not take
+    what is still to be sent is dropped after as long again. Left alone are whoever waits for an answer or reads a
+    stream, and who is silent between requests: uvicorn itself looks after those."""
 
-    def __init__(self, seconds: float, seconds_between: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._seconds_between, self._clock = seconds, max(seconds, seconds_between), clock
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
         self._idle: dict[Any, tuple[Any, float]] = {}  # connections between requests: their last one, since when
 
     def sweep(self, connections: Iterable[Any]) -> None:
@@ -23,15 +23,15 @@ class SlowHeads:
         now, idle = self._clock(), {}
         for connection in list(connections):
             last = connection.cycle  # the request whose head came last, and its answer
-            if last is not None and not last.response_complete:
+            is_silent = connection.timeout_keep_alive_task is not None  # since its last answer
+            if is_silent or (last is not None and not last.response_complete):
                 continue
             known, since = self._idle.get(connection, (last, now))
             since = since if known is last else now
             idle[connection] = last, since
-            limit = self._seconds if last is None else self._seconds_between
-            if now - since > 2 * limit:
+            if now - since > 2 * self._seconds:
                 connection.transport.abort()
-            elif now - since > limit:
-                _log.debug("closing a connection that sent no request for %g s", limit)
+            elif now - since > self._seconds:
+                _log.debug("closing a connection that sent no request for %g s", self._seconds)
                 connection.transport.close()
         self._idle = idle

@@ -119,21 +119,27 @@ class Line:
     """A connection as uvicorn has them, and what became of it."""
 
     def __init__(self) -> None:
-        self.cycle, self.ends = None, []
+        self.cycle, self.ends, self.timeout_keep_alive_task = None, [], None
         close, abort = (lambda: self.ends.append("closed")), (lambda: self.ends.append("cut"))
         self.transport = SimpleNamespace(close=close, abort=abort)
 
     def ask(self) -> None:
+        self.timeout_keep_alive_task = None
         self.cycle = SimpleNamespace(response_complete=False)
 
     def answer(self) -> None:
         self.cycle.response_complete = True
+        self.timeout_keep_alive_task = "uvicorn's"
+
+    def begin(self) -> None:
+        """The first bytes of a head."""
+        self.timeout_keep_alive_task = None
 
 
 def test_who_never_comes_to_a_request_is_cut():
     silent, busy, fresh = Line(), Line(), Line()
     clock, lines = [0.0], {silent, busy}
-    heads = SlowHeads(10.0, 30.0, clock=lambda: clock[0])
+    heads = SlowHeads(10.0, clock=lambda: clock[0])
 
     def look(*times: float) -> None:
         for clock[0] in times:
@@ -147,14 +153,18 @@ def test_who_never_comes_to_a_request_is_cut():
     assert not busy.ends
     busy.answer()
     lines.add(fresh)
-    look(100, 108)  # both have until 110
+    look(100, 108, 111)  # whoever is silent between requests is uvicorn's
+    assert (busy.ends, fresh.ends) == ([], ["closed"])
+    busy.begin()
+    look(112, 121)
+    assert fresh.ends[-1] == "cut"
+    lines.discard(fresh)
     busy.ask()
     busy.answer()  # between two looks
-    look(111)
-    assert (busy.ends, fresh.ends) == ([], ["closed"])
-    look(119, 121.5)
-    assert (busy.ends, fresh.ends) == ([], ["closed", "closed", "cut"])  # between requests there is more time
-    look(140, 142)
+    busy.begin()
+    look(121.5, 130)
+    assert not busy.ends
+    look(132)
     assert busy.ends == ["closed"]
     lines.clear()
     look(143)
