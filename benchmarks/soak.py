@@ -18,12 +18,14 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -42,10 +44,11 @@ from benchmarks.soak_requests import (
     rubbish,
 )
 from benchmarks.soak_server import Held, Server, Watch, end, new_log, slope, started
-from peagle.bench.report import SoakRow, write_result
+from peagle.bench.report import SoakRow, provenance, write_result
 
 _LEAVE, _RUBBISH = 0.10, 0.05  # of the clients
 _HANGS = 180.0  # seconds without a byte
+_LONGEST_LINE = 1 << 22  # bytes of an event
 _FLAT_SHARE, _FLAT_MIB = 0.02, 24.0  # what memory may grow by over the later half
 _SPARE_FILES = 4  # open ones, more than before
 _MOST_PROBLEMS = 40  # kept word for word
@@ -76,7 +79,11 @@ class Tally:
 
 
 class Load:
-    """The clients. `ends` can be moved forward to end early."""
+    """The clients. `ends` can be moved forward to end early.
+
+    They use aiohttp: with httpx, whose request costs milliseconds, they and not the server would be the limit. Rubbish
+    is little, and httpx sends it as it is.
+    """
 
     def __init__(self, server: Server, jobs: Sequence[tuple[Job, Answer]], model: str, seed: int) -> None:
         self._jobs, self._url, self._model, self._seed = jobs, server.url, model, seed
@@ -87,44 +94,48 @@ class Load:
         """Have so many clients ask for so long, each one request after the other."""
         self.ends = time.perf_counter() + seconds
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._end_early)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
-        async with httpx.AsyncClient(base_url=self._url, timeout=_HANGS, limits=limits) as client:
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=_HANGS),
+            read_bufsize=_LONGEST_LINE,
+        )
+        limits = httpx.Limits(max_connections=None)
+        async with session, httpx.AsyncClient(base_url=self._url, timeout=_HANGS, limits=limits) as raw:
             showing = asyncio.create_task(self._show(seconds))
-            await asyncio.gather(*(self._client(client, number) for number in range(concurrency)))
+            await asyncio.gather(*(self._client(session, raw, number) for number in range(concurrency)))
             showing.cancel()
 
     def _end_early(self) -> None:
         self.ends = 0.0
 
-    async def _client(self, client: httpx.AsyncClient, number: int) -> None:
+    async def _client(self, client: aiohttp.ClientSession, raw: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(f"{self._seed} {number}")
         while time.perf_counter() < self.ends:
             job, wanted = rng.choice(self._jobs)
             chance = rng.random()
             try:
                 if chance < _RUBBISH:
-                    await self._send_rubbish(client, rng)
+                    await self._send_rubbish(raw, rng)
                 elif chance < _RUBBISH + _LEAVE:
                     await self._leave(client, rng, job)
                 else:
                     await self._complete(client, rng, job, wanted)
-            except (httpx.HTTPError, Unexpected, OSError, KeyError, ValueError) as error:
+            except (aiohttp.ClientError, httpx.HTTPError, Unexpected, OSError, KeyError, ValueError) as error:
                 self.tally.failed += 1
                 self.tally.note(f"{job.path}: {type(error).__name__} {error}")
 
-    async def _complete(self, client: httpx.AsyncClient, rng: random.Random, job: Job, wanted: Answer) -> None:
+    async def _complete(self, client: aiohttp.ClientSession, rng: random.Random, job: Job, wanted: Answer) -> None:
         streamed = rng.random() < 0.5
         body = {**job.body, "model": self._model, "stream": streamed}
         if streamed and rng.random() < 0.5:
             body["stream_options"] = {"include_usage": True}
-        async with client.stream("POST", job.path, json=body) as response:
+        async with client.post(self._url + job.path, json=body) as response:
             if await self._is_refused(response):
                 return
             if streamed:
-                got = await read_stream(response.aiter_lines(), job.choices)
+                got = await read_stream(_lines(response), job.choices)
             else:
-                await response.aread()
-                got = read_whole(response.json())
+                got = read_whole(await response.json())
         tally = self.tally
         tally.completed += 1
         tally.streamed += streamed
@@ -136,35 +147,36 @@ class Load:
         for text in found:
             tally.note(f"{job.path} {'streamed' if streamed else 'whole'}, {job.body}: {text}")
 
-    async def _is_refused(self, response: httpx.Response) -> bool:
-        if response.status_code == 200:
+    async def _is_refused(self, response: aiohttp.ClientResponse) -> bool:
+        if response.status == 200:
             return False
-        text = (await response.aread()).decode(errors="replace")
-        if response.status_code != 429:
-            raise Unexpected(f"status {response.status_code}: {text[:200]}")
+        text = await response.text(errors="replace")
+        if response.status != 429:
+            raise Unexpected(f"status {response.status}: {text[:200]}")
         self.tally.refused += 1
         await asyncio.sleep(float(response.headers["retry-after"]))
         return True
 
-    async def _leave(self, client: httpx.AsyncClient, rng: random.Random, job: Job) -> None:
+    async def _leave(self, client: aiohttp.ClientSession, rng: random.Random, job: Job) -> None:
         """Go away in the middle of a stream, or while waiting for a whole answer."""
         tally, body = self.tally, {**job.body, "max_tokens": 400, "ignore_eos": True, "model": self._model}
         body.pop("stop", None)
         if rng.random() < 0.3:
-            asking = asyncio.create_task(client.post(job.path, json=body))
+            asking = asyncio.create_task(_ask(client, self._url + job.path, body))
             await asyncio.wait([asking], timeout=rng.random())
             asking.cancel()
             tally.left += 1
             tally.left_unknown += job.choices
             return
-        async with client.stream("POST", job.path, json={**body, "stream": True}) as response:
+        async with client.post(self._url + job.path, json={**body, "stream": True}) as response:
             if await self._is_refused(response):
                 return
-            lines, keep = response.aiter_lines(), rng.randint(1, 40)
-            async for line in lines:
+            keep = rng.randint(1, 40)
+            async for line in _lines(response):
                 keep -= bool(line)
                 if keep == 0:
                     break
+            response.close()
         tally.left += 1
         tally.left_begun += job.choices
 
@@ -205,8 +217,20 @@ class Load:
                 await asyncio.sleep(1)
 
 
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    async for line in response.content:
+        yield line.decode().rstrip("\r\n")
+
+
+async def _ask(client: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> None:
+    """Wait for a whole answer that nobody will look at."""
+    async with client.post(url, json=body) as response:
+        await response.read()
+
+
 def main() -> None:
     args = _arguments()
+    where = provenance()  # imports torch: not when there is a result to write
     log = new_log()
     own = args.base_url is None
     with started(_server_arguments(args), log) if own else nullcontext(_elsewhere(args.base_url)) as (server, model):
@@ -219,17 +243,20 @@ def main() -> None:
         with Watch(server, max(1.0, 60 * args.minutes / 300)) as watch:
             asyncio.run(load.run(args.concurrency, 60 * args.minutes))
         minutes = (time.perf_counter() - began) / 60
+        settings = {
+            "command": command(), "model": Path(args.model).name if own else model,
+            "dtype": args.dtype if own else None,
+            "threads": os.environ.get("OMP_NUM_THREADS"), "concurrency": args.concurrency, "minutes": args.minutes,
+            "seed": args.seed, "requests": len(jobs), "partial": minutes < 0.98 * args.minutes,
+        }  # fmt: skip
+        early = {"rows": [], "tally": asdict(load.tally), "problems": load.tally.problems}
+        write_result(args.out, args.out.stem, {**settings, "partial": True}, early, where)  # the rest may hang
         after = server.wait_idle()
         time.sleep(1.0)  # for the last connections to be closed
         held = server.held()
         status = end(server)
     row = _row(args, load.tally, minutes, before, after, watch.samples, at_rest, held, status)
-    settings = {
-        "command": command(), "model": Path(args.model).name if own else model, "dtype": args.dtype if own else None,
-        "threads": os.environ.get("OMP_NUM_THREADS"), "concurrency": args.concurrency, "minutes": args.minutes,
-        "seed": args.seed, "requests": len(jobs), "partial": minutes < 0.98 * args.minutes,
-    }  # fmt: skip
-    write_result(args.out, args.out.stem, settings, {"rows": [row], "problems": load.tally.problems})
+    write_result(args.out, args.out.stem, settings, {"rows": [row], "problems": load.tally.problems}, where)
     print(f"{'passed' if row.passed else 'FAILED'}; wrote {args.out}, the server's log is {log if own else 'its own'}")
     sys.exit(0 if row.passed else 1)
 
