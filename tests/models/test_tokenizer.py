@@ -37,7 +37,7 @@ def test_encode_adds_the_tokenizers_own_tokens_to_text_alone(saved: Path) -> Non
     assert encode(tokenizer, ChatText("user hi")) == encode(tokenizer, "user hi", False) == [2, 4]
     assert encode(tokenizer, ChatText("<s> hi")) == [0, 4]
     assert encode(tokenizer, ChatText("")) == []
-    assert encode(tokenizer, "hi " * 9, add_special_tokens=False) == [4] * 9  # longer than model_max_length: never cut here
+    assert encode(tokenizer, "hi " * 9, add_special_tokens=False) == [4] * 9  # model_max_length cuts nothing
 
 
 def test_render_chat(saved: Path) -> None:
