@@ -28,7 +28,7 @@ MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_DIGITS = 18  # of a token id written as text
 _WHOLE = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-_SWITCHES = ("ignore_eos", "show_drafts", "drafts")
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "show_drafts", "drafts")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # A token as likely as the likeliest weighs this much in a nucleus. Weights are integers so that their sum, and with it
 # the nucleus, is the same in every order of adding; 2^18 tokens still fit in 63 bits with room to spare.
@@ -40,10 +40,10 @@ class SamplingParams:
     """How one request is sampled and when it stops. Names and meanings follow vLLM.
 
     `top_k` 0 or -1, `top_p` 1.0 and `min_p` 0.0 are off; `seed` None draws a fresh one; `stop`, one string or several,
-    is cut from the text; a temperature below 1e-5 is greedy. Logits get `logit_bias` first (token id -> what to add),
-    then `repetition_penalty` (tokens of prompt and output; 1.0 is off), then `frequency_penalty` times a token's count
-    and `presence_penalty` (tokens of the output; 0.0 is off), and the temperature after all of them. What
-    `structured_outputs` forbid is no token to choose at all.
+    is cut from the text, or kept at its end with `include_stop_str_in_output`; a temperature below 1e-5 is greedy.
+    Logits get `logit_bias` first (token id -> what to add), then `repetition_penalty` (tokens of prompt and output; 1.0
+    is off), then `frequency_penalty` times a token's count and `presence_penalty` (tokens of the output; 0.0 is off),
+    and the temperature after all of them. What `structured_outputs` forbid is no token to choose at all.
 
     What the output tells besides tokens, none of which changes one: with `logprobs` n, the log-probability of every
     output token and of the n likeliest there, 0 to 20, as the target gives them before all of the above;
@@ -66,6 +66,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -153,7 +153,8 @@ class LLM:
         on_delta: OnDelta | None = None,
         on_finish: OnFinish | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text, or token ids taken as they are); outputs in the order of the prompts.
+        """Complete every prompt; outputs in the order of the prompts. Text gets the special tokens that the tokenizer
+        adds by itself, such as a BOS, unless `render_chat` wrote it; token ids are taken as they are.
 
         A string is one prompt.
 
@@ -271,8 +272,10 @@ def _token_ids(prompt: object, index: int) -> list[int]:
 def _stream(tokenizer: Any, params: SamplingParams, streamed: bool, marks: Mapping[int, str]) -> TextStream | None:
     """What keeps a request's text up to date, where someone needs that before the end."""
     if params.logprobs is not None:
-        return MeasuredStream(tokenizer, params.stop, marks)
-    return TextStream(tokenizer, params.stop, marks) if params.stop or streamed else None
+        return MeasuredStream(tokenizer, params.stop, marks, keeps_stop=params.include_stop_str_in_output)
+    if not (params.stop or streamed):
+        return None
+    return TextStream(tokenizer, params.stop, marks, keeps_stop=params.include_stop_str_in_output)
 
 
 def _new_text(request: Request, *, final: bool) -> str:

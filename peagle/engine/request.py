@@ -32,6 +32,7 @@ class RequestOutput:
     stats: AcceptanceStats
     rounds: list[tuple[int, int]]
     seconds: float
+    stop_reason: int | str | None = None  # the stop string, or the token of `stop_token_ids`, that ended it
     trace: list[ShownRound] = field(default_factory=list)
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -62,6 +63,7 @@ class Request:
     slot: int = -1  # -1: none
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens in the cache: launched ones during prefill, then those confirmed
+    num_cached: int = 0  # of the prompt, found in the prefix cache when the request first got a slot
     num_prefill: int = 0  # tokens that prefill computes since the request last got its slot
     num_registered: int = 0  # blocks that later requests can find
     in_flight: int = 0  # launched emissions whose result is unread: final chunks and decode steps
@@ -145,6 +147,9 @@ class Request:
         text = stream.finish(self.output_ids)
         if stream.stopped and self.finish_reason == "length":
             self.finish_reason = "stop"  # as where a limit falls on the token that completes a stop string
+        stop_reason: int | str | None = stream.stop_string
+        if stop_reason is None and self.finish_reason == "stop" and self.output_ids[-1] in self.params.stop_token_ids:
+            stop_reason = self.output_ids[-1]
         return RequestOutput(
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
@@ -153,6 +158,7 @@ class Request:
             finish_reason=self.finish_reason or "abort",
             stats=self.stats,
             rounds=self.rounds,
+            stop_reason=stop_reason,
             seconds=(self.ended or time.perf_counter()) - self.started if self.started else 0.0,
             trace=self.trace,
             logprobs=self.logprobs,

@@ -155,8 +155,9 @@ class Scheduler:
             return False
         self._expect_fit()
         if pool.prefix_caching and may_match and not request.started:  # what comes back finds its own blocks: no hit
+            request.num_cached = len(matched) * self._block_size
             self.prefix_queries += len(request.token_ids)
-            self.prefix_hits += len(matched) * self._block_size
+            self.prefix_hits += request.num_cached
         request.slot, request.blocks = self._free_slots.pop(), matched + fresh
         request.num_prefill, request.num_registered = len(request.token_ids), len(matched)
         request.num_computed = len(matched) * self._block_size

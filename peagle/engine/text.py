@@ -16,18 +16,30 @@ class TextStream:
     which divide the text: between two of them it is decoded by itself.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], marks: Mapping[int, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        marks: Mapping[int, str] = MappingProxyType({}),
+        *,
+        keeps_stop: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop, self._marks = stop, marks
+        self._stop, self._marks, self._keeps_stop = stop, marks, keeps_stop
         self._part: list[int] = []  # tokens since the last mark, if there can be any
         self._part_start, self._count = 0, 0  # characters before them; tokens pushed
         self._shown = 0
         self.text = ""
-        self.stopped = False
+        self.stop_string: str | None = None  # the one that was found
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop_string is not None
 
     def push(self, token_id: int) -> bool:
-        """Add one token; True once a stop string is complete, with `text` cut before it."""
+        """Add one token; True once a stop string is complete, with `text` cut before it, or behind it to keep it."""
         if piece := self._decode(token_id):
             self._extend(piece)
         return self.stopped
@@ -37,10 +49,10 @@ class TextStream:
         longest = max(map(len, self._stop), default=0)
         search_from = max(0, len(self.text) - longest)
         self.text += piece
-        cuts = [at for at in (self.text.find(s, search_from) for s in self._stop) if at >= 0]
-        if cuts:
-            self.text = self.text[: min(cuts)]
-            self.stopped = True
+        found = [(at, len(s), s) for s in self._stop if (at := self.text.find(s, search_from)) >= 0]
+        if found:
+            at, length, self.stop_string = min(found)
+            self.text = self.text[: at + length * self._keeps_stop]
 
     def _decode(self, token_id: int) -> str | None:
         """The text that a token completes, if any."""
@@ -93,7 +105,9 @@ class TextStream:
         return self.text
 
     def _held_back(self) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest end of `text` that begins a stop string which is to be left out."""
+        if self._keeps_stop:
+            return 0
         for length in range(min(max(map(len, self._stop), default=0), len(self.text)), 0, -1):
             if any(s.startswith(self.text[-length:]) for s in self._stop):
                 return length
@@ -103,8 +117,8 @@ class TextStream:
 class MeasuredStream(TextStream):
     """Also keeps `ends`: characters of text there were after each token pushed, none beyond the end of the text."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], marks: Mapping[int, str] = MappingProxyType({})) -> None:
-        super().__init__(tokenizer, stop, marks)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.ends: list[int] = []
 
     def push(self, token_id: int) -> bool:

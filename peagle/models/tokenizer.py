@@ -1,6 +1,8 @@
 """Tokenizers and chat templates, through transformers. The library is imported on first use: it takes seconds."""
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,12 @@ def check_unicode(text: str, what: str) -> str:
         found = f"U+{ord(text[error.start]):04X} at character {error.start + 1}"
         raise PeagleError(f"{what} is not valid Unicode text (lone surrogate {found}): give it as UTF-8") from None
     return text
+
+
+class ChatText(str):
+    """What a chat template wrote: it has its special tokens in it, so `encode` adds none."""
+
+    __slots__ = ()
 
 
 def load_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
@@ -59,11 +67,12 @@ def render_chat(
     *,
     add_generation_prompt: bool,
     tools: Sequence[dict[str, Any]] | None = None,
-    effort: str | None = None,
-) -> str:
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatText:
     """The conversation as the model's own template writes it, special tokens spelled out in the text. `tools` are the
-    functions that it tells the model about, as OpenAI's field describes them; `effort` is how much the model is to
-    think, for a template with a `reasoning_effort`."""
+    functions that it tells the model about, as OpenAI's field describes them; `variables` are further ones that the
+    template reads, such as `enable_thinking`. With `continue_final_message` the text ends with the last message's."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -73,13 +82,20 @@ def render_chat(
         )
     for message in messages:
         check_unicode(str(message.get("content")), f"a message of the role {message.get('role')!r}")
-    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    told = dict(variables or {})
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in told:
+        if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise PeagleError(
+                f"chat_template_kwargs has {name[:80]!r}: this model's template reads no such variable, leave it out"
+            )
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             **told,
         )
     except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
@@ -88,9 +104,11 @@ def render_chat(
             f"the chat template refused a conversation with roles {roles} ({error}): "
             "expected messages with role and content in an order that the model knows"
         ) from error
-    return str(text)
+    return ChatText(text)
 
 
-def encode(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
-    """Token ids of `text`, nothing added at either end; special tokens written out in the text become their ids."""
-    return tokenizer.encode(check_unicode(text, "a text to be tokenized"), add_special_tokens=False, verbose=False)
+def encode(tokenizer: "PreTrainedTokenizerFast", text: str, add_special_tokens: bool | None = None) -> list[int]:
+    """Token ids of `text`; special tokens written out in it become their ids. Unless told, plain text gets what the
+    tokenizer adds by itself, such as a BOS, and the text of a chat template gets nothing."""
+    adds = not isinstance(text, ChatText) if add_special_tokens is None else add_special_tokens
+    return tokenizer.encode(check_unicode(text, "a text to be tokenized"), add_special_tokens=adds, verbose=False)

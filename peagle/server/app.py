@@ -18,6 +18,7 @@ from peagle.server.guard import Guard
 from peagle.server.openapi import describe
 from peagle.server.protocol import DetokenizeBody, TokenizeBody
 from peagle.server.service import Service
+from peagle.server.tools import settle_tools
 from peagle.server.web import page
 
 if TYPE_CHECKING:
@@ -70,11 +71,17 @@ def _about(service: Service) -> APIRouter:
         service.check_model(name)
         return model
 
+    @router.get("/ping")
     @router.get("/health")
     async def _() -> Response:
         if not service.engine.is_ready:
             raise ApiError(503, "not ready: a request would not be answered now", headers={"Retry-After": "1"})
         return Response()
+
+    @router.get("/load")
+    async def _() -> dict[str, int]:
+        now = service.engine.snapshot()
+        return {"server_load": now.num_running + now.num_waiting}
 
     @router.get("/version")
     async def _() -> dict[str, str]:
@@ -84,18 +91,21 @@ def _about(service: Service) -> APIRouter:
 
 
 def _tokens(service: Service) -> APIRouter:
-    """Text to tokens and back, as the model sees it: nothing is added to a text."""
+    """Text to tokens and back, as the model sees it."""
     router, tokenizer = APIRouter(), service.llm.tokenizer
 
     @router.post("/tokenize")
     async def _(body: TokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
 
+        # What is chosen among the tools changes no prompt, and a call that must be is one that every model can make.
+        style = service.style
+        tools = settle_tools(body.tools, "required" if body.tools else None, True, style.dialect, style.knows_tools)
+
         def tokenize() -> list[int]:
-            turns, opens = body.messages, body.add_generation_prompt is not False
-            text = body.prompt or "" if turns is None else service.render(turns, add_generation_prompt=opens)
+            text = body.prompt or "" if body.messages is None else service.render(body.messages, body, tools)
             service.check_length(text)
-            return encode(tokenizer, text)
+            return encode(tokenizer, text, body.add_special_tokens)
 
         tokens = await service.prepare(tokenize, body, "prompt" if body.messages is None else "messages")
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.llm.max_model_len}

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from peagle.engine.request import Request as EngineRequest
 from peagle.errors import PeagleError
+from peagle.models.tokenizer import ChatText
 from peagle.server.answer_parsing import Parser, Piece, joined
 from peagle.server.errors import ApiError
 from peagle.server.logprobs import chat_logprobs
@@ -76,8 +77,8 @@ def chat(service: Service) -> APIRouter:
         style = service.style
         tools = settle_tools(body.tools, body.tool_choice, several, style.dialect, style.knows_tools)
 
-        def render() -> str:
-            return service.render(body.messages, tools, effort=body.reasoning_effort)
+        def render() -> ChatText:
+            return service.render(body.messages, body, tools, body.reasoning_effort)
 
         prompt = await service.prepare(render, body, "messages")
         structure = await service.compile(_structure(service, body, tools, prompt))

@@ -14,7 +14,7 @@ from peagle.server.web import FILES
 
 MAX_BODY_BYTES = 8 * 2**20  # a context of a million token ids
 # What probes, scrapers and browsers ask without a key. The page's files are as public as the source they come from.
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", *FILES})
 
 
 class Guard:

@@ -46,12 +46,16 @@ def _list(of: Json) -> Json:
 
 def _choices(**properties: Json) -> Json:
     reason = {"type": "string", "enum": ["stop", "length", "tool_calls", "abort"]}
-    return _list(_object(index=_COUNT, **properties, finish_reason=reason))
+    stop = {"type": ["string", "integer", "null"]}
+    return _list(_object(index=_COUNT, **properties, finish_reason=reason, stop_reason=stop))
 
 
 def _generated(kind: str, choices: Json) -> Json:
     """A body of completions or chat."""
-    usage = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+    usage = _object(
+        prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT,
+        prompt_tokens_details=_object(cached_tokens=_COUNT),
+    )  # fmt: skip
     drafts = _object(
         acceptance_length={"type": "number", "minimum": 1}, rounds=_COUNT, draft_tokens=_COUNT, accepted_tokens=_COUNT,
         accepted_per_position=_list(_COUNT),
@@ -105,6 +109,10 @@ _OPERATIONS: Mapping[tuple[str, str], _Operation] = MappingProxyType(
             "detokenize", "Token ids to text.", {"application/json": _object(prompt=_TEXT)}, _READ
         ),
         ("get", "/health"): _Operation("health", "Whether a request would be answered now.", refusals=(500, 503)),
+        ("get", "/ping"): _Operation("ping", "The same as /health.", refusals=(500, 503)),
+        ("get", "/load"): _Operation(
+            "load", "Answers under way or waiting.", {"application/json": _object(server_load=_COUNT)}
+        ),
         ("get", "/version"): _Operation(
             "version", "The server's version.", {"application/json": _object(version=_TEXT)}
         ),
@@ -128,7 +136,6 @@ _LIMITS: Mapping[str, Json] = MappingProxyType(
             "propertyNames": {"pattern": "^[0-9]+$"},
             "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
         },
-        "seed": {"minimum": 0, "maximum": 2**63 - 1},
     }
 )
 

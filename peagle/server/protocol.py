@@ -30,8 +30,8 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "best_of": (1,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
         "use_beam_search": (False,), "truncate_prompt_tokens": (), "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
-        "add_special_tokens": (False,), "bad_words": ([],), "allowed_token_ids": (), "priority": (0,),
+        "spaces_between_special_tokens": (True,),
+        "bad_words": ([],), "allowed_token_ids": (), "priority": (0,),
         "guided_decoding_backend": ("auto", "xgrammar"),
     }
 )  # fmt: skip
@@ -39,15 +39,14 @@ _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
         "prediction": (),
-        "verbosity": (), "web_search_options": (), "store": (False,), "metadata": ({},),
-        "service_tier": ("auto", "default"), "add_generation_prompt": (True,), "continue_final_message": (False,),
-        "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "echo": (False,),
+        "verbosity": (), "web_search_options": (), "chat_template": (), "documents": ([],), "echo": (False,),
         "mm_processor_kwargs": ({},),
     }
 )  # fmt: skip
 _SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output",
 )  # fmt: skip
 
 
@@ -79,14 +78,22 @@ class GenerationBody(StructuredFields):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None  # the tokenizer's, such as BOS, to the prompt
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     peagle: SpeculationOptions | None = None
+    # What clients of OpenAI send, and no answer depends on. Nothing is stored.
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -127,7 +134,8 @@ class GenerationBody(StructuredFields):
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """How answer number `choice` of a prompt is sampled; `max_tokens` if the body does not say."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        seed = None if self.seed is None else self.seed + choice
+        # As in vLLM -1 is no seed. Seeds are whole numbers below 2^63, the first again behind the last.
+        seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**63
         shown = {"show_drafts": self.wants_trace, "drafts": self.wants_drafts, **self.scores()}
         return SamplingParams(**({"max_tokens": max_tokens} | given | shown), seed=seed)
 
@@ -164,13 +172,14 @@ class Message(Body):
 
     not_supported = MappingProxyType(
         {
-            "name": (), "refusal": (), "audio": (), "function_call": (), "annotations": ([],),
+            "refusal": (), "audio": (), "function_call": (), "annotations": ([],),
         }
     )  # fmt: skip
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
+    name: Text | None = None  # for the template
     reasoning_content: str | None = None  # of an answer before; most templates leave out what was thought
 
     @field_validator("content", mode="before")
@@ -207,20 +216,39 @@ class Message(Body):
         }
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.tool_call_id:
-            turn["tool_call_id"] = self.tool_call_id
+        turn |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key))}
         if self.reasoning_content:
             turn["thinking"] = self.reasoning_content
         return turn
 
 
-class ChatBody(GenerationBody):
+class TemplateBody(Body):
+    """How a conversation is put into the model's template."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None  # false: nothing opens the answer
+    continue_final_message: bool | None = None  # the answer goes on where the last message ends
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_end(self) -> "TemplateBody":
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message with add_generation_prompt: the text ends in one way, give one of them"
+            raise ApiError(400, message, param="continue_final_message")
+        return self
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the template opens the answer, as it does unless told."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
+
+
+class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions."""
 
     not_supported = MappingProxyType({**_NOT_SUPPORTED, **_NOT_SUPPORTED_CHAT})
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
@@ -249,14 +277,14 @@ class ChatBody(GenerationBody):
         return self
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """POST /tokenize: a text, or a conversation in its template."""
 
-    not_supported = MappingProxyType({"add_special_tokens": (False,), "return_token_strs": (False,)})
+    not_supported = MappingProxyType({"return_token_strs": (False,)})
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> "TokenizeBody":

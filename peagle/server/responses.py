@@ -90,7 +90,7 @@ class Reply:
         writers = [self.form.writer() for _ in outputs]
         parts = [writer.whole(text) for writer, text in zip(writers, texts, strict=True)]
         choices = [
-            self._choice(i, parts[i], writers[i].reason(o.finish_reason), self._scored(i, o))
+            self._choice(i, parts[i], writers[i].reason(o.finish_reason), self._scored(i, o), o.stop_reason)
             for i, o in enumerate(outputs)
         ]
         usage = self._usage(sum(len(o.token_ids) for o in outputs))
@@ -118,12 +118,13 @@ class Reply:
                 scored = self._behind_echo(index, delta.scored)
                 part = writers[index].piece(delta.text, final=delta.output is not None)
                 about: dict[str, Any] = {"tokens": traces[index].tokens(delta)} if traces else {}
-                reason = None
+                reason = stop_reason = None
                 if delta.output is not None:
+                    stop_reason = delta.output.stop_reason
                     about = speculation([delta.output.stats]) | about
                     reason = writers[index].reason(delta.output.finish_reason)
                 if (delta.text and any(part.values())) or scored or about:
-                    yield self._chunk(index, part, reason, scored, about and {"peagle": about})
+                    yield self._chunk(index, part, reason, scored, about and {"peagle": about}, stop_reason)
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:
@@ -154,10 +155,15 @@ class Reply:
         return self._chunk(index, part, None, echo.scored(self.requests[index].prompt_ids, logprobs))
 
     def _choice(
-        self, index: int, part: Mapping[str, Any], reason: str | None, scored: Sequence[ScoredToken] = ()
+        self,
+        index: int,
+        part: Mapping[str, Any],
+        reason: str | None,
+        scored: Sequence[ScoredToken] = (),
+        stop_reason: int | str | None = None,
     ) -> dict[str, Any]:
         logprobs = self.form.logprobs(self.names, scored) if scored else None
-        return {"index": index, **part, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, **part, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop_reason}
 
     def _chunk(
         self,
@@ -166,14 +172,19 @@ class Reply:
         reason: str | None,
         scored: Sequence[ScoredToken] = (),
         about: Mapping[str, Any] | None = None,
+        stop_reason: int | str | None = None,
     ) -> str:
         usage = {"usage": None} if self.wants_usage else {}  # as OpenAI: every chunk has it, all but the last null
-        choices = [self._choice(index, part, reason, scored)]
+        choices = [self._choice(index, part, reason, scored, stop_reason)]
         return _event({**self._head(self.form.chunk_kind), "choices": choices, **usage, **(about or {})})
 
-    def _usage(self, num_tokens: int) -> dict[str, int]:
-        prompts = sum(len(request.prompt_ids) for request in self.requests[:: self.choices])
-        return {"prompt_tokens": prompts, "completion_tokens": num_tokens, "total_tokens": prompts + num_tokens}
+    def _usage(self, num_tokens: int) -> dict[str, Any]:
+        first = self.requests[:: self.choices]
+        prompts = sum(len(request.prompt_ids) for request in first)
+        return {
+            "prompt_tokens": prompts, "completion_tokens": num_tokens, "total_tokens": prompts + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(request.num_cached for request in first)},
+        }  # fmt: skip
 
 
 class EventStream(StreamingResponse):

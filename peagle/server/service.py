@@ -16,14 +16,14 @@ from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.engine.request import Request
 from peagle.errors import NoMemory, PeagleError
-from peagle.models.tokenizer import encode, render_chat
+from peagle.models.tokenizer import ChatText, encode, render_chat
 from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
 from peagle.server.errors import ApiError, shown
 from peagle.server.harmony import Harmony
 from peagle.server.logprobs import Echo, TokenNames
-from peagle.server.protocol import GenerationBody, Message
+from peagle.server.protocol import GenerationBody, Message, TemplateBody
 from peagle.server.responses import EventStream, Form, Reply
 from peagle.server.structured import Compiler
 from peagle.server.tools import ToolUse
@@ -32,7 +32,7 @@ from peagle.structured.outputs import StructuredOutputs
 
 T = TypeVar("T")
 
-MAX_ECHOED = 4_000_000  # log-probabilities of a response's prompts: about a gigabyte while it is written
+MAX_SCORES = 4_000_000  # log-probabilities of a response: about a gigabyte while it is written
 
 
 def _one_thread() -> ThreadPoolExecutor:
@@ -83,11 +83,10 @@ class Service:
     def render(
         self,
         messages: Sequence[Message],
+        body: TemplateBody,
         tools: ToolUse | None = None,
-        *,
-        add_generation_prompt: bool = True,
         effort: str | None = None,
-    ) -> str:
+    ) -> ChatText:
         """A conversation in the model's own template, which may know nothing of functions, or of an effort to think."""
         if effort is not None and not self.style.takes_effort:
             raise PeagleError("reasoning_effort is given: the template of this model has no place for it, leave it out")
@@ -95,9 +94,11 @@ class Service:
         described = None
         if tools is not None:
             turns, described = tools.introduced(turns), tools.for_template()
+        variables = (body.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
         return render_chat(
-            self.llm.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=described, effort=effort
-        )
+            self.llm.tokenizer, turns, add_generation_prompt=body.opens_answer, tools=described, variables=variables,
+            continue_final_message=bool(body.continue_final_message),
+        )  # fmt: skip
 
     async def compile(self, asked: tuple[str, StructuredOutputs] | None) -> StructuredOutputs | None:
         """What a field of a body asks answers to be, once its grammar is ready."""
@@ -127,7 +128,8 @@ class Service:
             raise PeagleError(f"stop_token_ids has {shown(outside[0])}: the target has tokens 0 .. {vocab_size - 1}")
         each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
         if harmony is not None and not body.ignore_eos:
-            each = [replace(params, stop_token_ids=(*params.stop_token_ids, *harmony.stop_ids)) for params in each]
+            ends = [token for token in harmony.stop_ids if token not in self.llm.target.spec.eos_token_ids]
+            each = [replace(params, stop_token_ids=(*params.stop_token_ids, *ends)) for params in each]
         marks = None if harmony is None else harmony.marks
         if structure is not None:
             each = [replace(params, structured_outputs=structure) for params in each]
@@ -140,10 +142,9 @@ class Service:
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 self.check_length(prompt)
-            if len(each) > 1 and isinstance(prompt, str):
-                prompt = encode(self.llm.tokenizer, prompt)  # once for all
+                prompt = encode(self.llm.tokenizer, prompt, body.add_special_tokens)  # once for all
             made += [self.engine.make_request(prompt, params, index=number, marks=marks) for params in each]
-        _check_echoes(made)
+        _check_scores(made)
         return made
 
     def check_length(self, text: str) -> None:
@@ -179,12 +180,14 @@ class Service:
         return JSONResponse(reply.whole(outputs))
 
 
-def _check_echoes(requests: Sequence[Request]) -> None:
-    """PeagleError for more log-probabilities of prompts than a response can hold."""
-    asked = [(len(request.prompt_ids), request.params.prompt_logprobs) for request in requests]
-    count = sum(length * (1 + likeliest) for length, likeliest in asked if likeliest is not None)
-    if count > MAX_ECHOED:
+def _check_scores(requests: Sequence[Request]) -> None:
+    """PeagleError for more log-probabilities, of prompts and of answers, than a response can hold."""
+    count = 0
+    for request in requests:
+        asked = (len(request.prompt_ids), request.params.prompt_logprobs), (request.max_tokens, request.params.logprobs)
+        count += sum(length * (1 + likeliest) for length, likeliest in asked if likeliest is not None)
+    if count > MAX_SCORES:
         raise PeagleError(
-            f"logprobs with echo ask for {count} log-probabilities: {MAX_ECHOED} is the most, "
-            "so lower logprobs or n, or send fewer prompts"
+            f"logprobs ask for up to {count} log-probabilities: {MAX_SCORES} is the most, so lower max_tokens, n or "
+            "how many there are for each token, or send fewer prompts"
         )

@@ -211,4 +211,5 @@ def as_text(turn: dict[str, Any]) -> dict[str, Any]:
     if turn["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
     calls = [f"{CALL}\n{json.dumps(call['function'])}\n{END_CALL}" for call in turn.get("tool_calls", ())]
-    return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *calls]))}
+    kept: dict[str, Any] = {key: turn[key] for key in ("role", "name") if key in turn}
+    return {**kept, "content": "\n".join(filter(None, [turn["content"], *calls]))}

@@ -84,7 +84,7 @@ def conversation_from_row(row: PromptRow) -> Conversation:
 
 
 def encode_all(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text without added special tokens, as `encode` gives them, in one parallel call."""
+    """Token ids of each text that a chat template wrote, as `encode` gives them, in one parallel call."""
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 

@@ -21,7 +21,7 @@ from peagle.files import write_atomic
 from peagle.meter import Meter
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
-from peagle.models.tokenizer import encode, load_tokenizer, render_chat
+from peagle.models.tokenizer import ChatText, encode, load_tokenizer, render_chat
 from peagle.sampling import SamplingParams
 from peagle.training.show import say
 from peagle.waiting import said_if_slow
@@ -67,7 +67,7 @@ def self_prompts(model: str, out: Path, config: SelfPromptConfig, console: Conso
     return len(texts)
 
 
-def user_prefix(tokenizer: "PreTrainedTokenizerFast") -> str:
+def user_prefix(tokenizer: "PreTrainedTokenizerFast") -> ChatText:
     """The chat template's text up to the first character of the user's message."""
     rendered = render_chat(tokenizer, [{"role": "user", "content": _PLACE}], add_generation_prompt=False)
     before, _, after = rendered.partition(_PLACE)
@@ -76,7 +76,7 @@ def user_prefix(tokenizer: "PreTrainedTokenizerFast") -> str:
             f"the chat template of {tokenizer.name_or_path} does not frame user messages with text of its own: "
             "self-prompting needs a model whose template does"
         )
-    return before
+    return ChatText(before)
 
 
 def _check_out(out: Path) -> None:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from peagle.errors import PeagleError
-from peagle.models.tokenizer import encode, load_tokenizer, render_chat
+from peagle.models.tokenizer import ChatText, encode, load_tokenizer, render_chat
 
 USER = [{"role": "user", "content": "hi"}]
 TEMPLATE = (
@@ -31,12 +31,13 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_encode_adds_nothing(saved: Path) -> None:
+def test_encode_adds_the_tokenizers_own_tokens_to_text_alone(saved: Path) -> None:
     tokenizer = load_tokenizer(saved)
-    assert encode(tokenizer, "user hi") == [2, 4]
-    assert encode(tokenizer, "<s> hi") == [0, 4]
-    assert encode(tokenizer, "") == []
-    assert encode(tokenizer, "hi " * 9) == [4] * 9  # longer than model_max_length: never cut here
+    assert encode(tokenizer, "user hi") == [0, 2, 4]
+    assert encode(tokenizer, ChatText("user hi")) == encode(tokenizer, "user hi", False) == [2, 4]
+    assert encode(tokenizer, ChatText("<s> hi")) == [0, 4]
+    assert encode(tokenizer, ChatText("")) == []
+    assert encode(tokenizer, "hi " * 9, add_special_tokens=False) == [4] * 9  # model_max_length cuts nothing
 
 
 def test_render_chat(saved: Path) -> None:

@@ -182,7 +182,7 @@ def test_completions(client, prompt, echo: bool):
     bare = client.completions.create(**asked)
     whole = client.completions.create(**asked, logprobs=2)
     assert [c.text for c in whole.choices] == [c.text for c in bare.choices]
-    assert whole.usage == bare.usage
+    assert whole.usage.total_tokens == bare.usage.total_tokens
     streamed = joined(client.completions.create(**asked, logprobs=2, stream=True))
     in_prompts = whole.usage.prompt_tokens * 2 if echo else 0
     assert sum(len(c.logprobs.tokens) for c in whole.choices) == in_prompts + whole.usage.completion_tokens

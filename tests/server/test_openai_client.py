@@ -55,7 +55,7 @@ def test_chat(client):
     stream = client.chat.completions.create(**asked, **ours, stream=True, stream_options={"include_usage": True})
     events = list(stream)
     assert "".join(e.choices[0].delta.content or "" for e in events[:-1]) == whole.choices[0].message.content
-    assert events[-1].usage == whole.usage
+    assert events[-1].usage.total_tokens == whole.usage.total_tokens
     messages = [*HELLO, whole.choices[0].message, *HELLO]  # as people go on with a conversation
     assert client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).usage.completion_tokens == 2
 

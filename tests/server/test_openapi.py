@@ -21,7 +21,7 @@ CHECKS = (
 SHORT = {"n": 2, "max_tokens": 3}
 OPERATIONS = (
     "POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}", "POST /tokenize",
-    "POST /detokenize", "GET /health", "GET /version", "GET /metrics",
+    "POST /detokenize", "GET /health", "GET /ping", "GET /load", "GET /version", "GET /metrics",
 )  # fmt: skip
 
 
