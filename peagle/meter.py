@@ -39,16 +39,37 @@ class Meter:
     ) -> None:
         self._bar.stop()
 
+    @property
+    def seconds(self) -> float:
+        """Since the job began."""
+        return time.perf_counter() - self._begun
+
+    def stage(self, what: str) -> None:
+        """What is done from now on is called so; a log gets a line."""
+        self._what = what
+        self._bar.update(self._task, description=what)
+        if not self._console.is_terminal:
+            self._say_how_far()
+
     def advance(self, pieces: int = 1, tokens: int = 0) -> None:
         """So many more pieces are done, of so many tokens."""
         self._done += pieces
         self._tokens += tokens
-        now = time.perf_counter()
-        rate = self._tokens / max(now - self._begun, 1e-9)
-        self._bar.update(self._task, advance=pieces, rate=rate)
-        if self._console.is_terminal or now - self._said < LINE_SECONDS or self._done >= self._total:
-            return
-        self._said = now
-        left = (now - self._begun) * (self._total / max(self._done, 1) - 1)
-        line = f"{self._what}: {self._done:,} of {self._total:,}, {rate:,.0f} tokens/s, about {left:,.0f} s left"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._bar.update(self._task, advance=pieces, rate=self._rate)
+        is_time = time.perf_counter() - self._said >= LINE_SECONDS
+        if is_time and not self._console.is_terminal and self._done < self._total:
+            self._say_how_far()
+
+    def say(self, text: str) -> None:
+        """Print one line as it stands."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def _rate(self) -> float:
+        return self._tokens / max(self.seconds, 1e-9)
+
+    def _say_how_far(self) -> None:
+        self._said = time.perf_counter()
+        left = self.seconds * (self._total / self._done - 1) if self._done else 0.0
+        pace = f", {self._rate:,.0f} tokens/s, about {left:,.0f} s left" if self._done else ""
+        self.say(f"{self._what}: {self._done:,} of {self._total:,}{pace}")

@@ -32,3 +32,14 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     shown = run(monkeypatch, terminal=True)
     assert "10/10" in shown
     assert "about" not in shown
+
+
+def test_a_stage_has_a_line_at_once(monkeypatch):
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
+    now, said = [100.0], StringIO()
+    with Meter(Console(file=said, width=120), "answers", 4) as counting:
+        for stage in ("first", "second"):
+            counting.stage(stage)
+            now[0] += 3.0
+            counting.advance(2, tokens=30)
+    assert said.getvalue().splitlines() == ["first: 0 of 4", "second: 2 of 4, 10 tokens/s, about 3 s left"]

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from peagle.bench.accuracy import Task, load_task
-from peagle.bench.answer_meter import AnswerMeter
 from peagle.bench.card import BELOW, Json, compare_with_card, read_card, verdict
 from peagle.bench.eval_rows import DEFINITION
 from peagle.bench.eval_tables import print_tables, wide_console
@@ -27,6 +26,7 @@ from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import load_drafter, resolve_head
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.speculation import check_depth, trained_depth
+from peagle.meter import Meter
 from peagle.models.target import Target, load_target
 from peagle.models.weights import weight_files
 
@@ -64,7 +64,7 @@ def run_eval(
         "dtype": str(target.model.embed_tokens.weight.dtype).removeprefix("torch."),
         "device": device.type,
     }
-    meter = AnswerMeter(console, _answers(config, sets, tasks))
+    meter = Meter(console, "answers", _answers(config, sets, tasks))
     evaluation = Evaluation(target, drafter, sets, tasks, config, device, meter)
 
     def save(*, partial: bool) -> None:
@@ -106,7 +106,7 @@ def _provenance(head: Path, sets: Sequence[NamedSet]) -> dict[str, Any]:
     }
 
 
-def _conclude(found: Found, card: Json | None, notes: Sequence[str], meter: AnswerMeter, out: Path) -> int:
+def _conclude(found: Found, card: Json | None, notes: Sequence[str], meter: Meter, out: Path) -> int:
     """The last lines, and the exit status."""
     for note in notes[:_NOTES]:
         meter.say(f"not compared: {note}")

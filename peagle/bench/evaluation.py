@@ -11,7 +11,6 @@ import torch
 
 from peagle.bench.acceptance import SuiteAnswers, prompt_of
 from peagle.bench.accuracy import Task, mark
-from peagle.bench.answer_meter import AnswerMeter
 from peagle.bench.eval_rows import AccuracyRow, CardRow, GroupRow, QuestionRow, group_row, set_row
 from peagle.bench.groups import by_category, by_context, counts
 from peagle.bench.lossless import EqualityRow, Judge, compare_answers
@@ -22,6 +21,7 @@ from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
 from peagle.errors import PeagleError
+from peagle.meter import Meter
 from peagle.models.target import Target
 from peagle.models.tokenizer import encode
 
@@ -60,7 +60,7 @@ class Evaluation:
         tasks: Sequence[Task],
         config: EvalConfig,
         device: torch.device,
-        meter: AnswerMeter,
+        meter: Meter,
     ) -> None:
         self._target, self._drafter, self._device = target, drafter, device
         self._sets, self._tasks, self._config, self._meter = sets, tasks, config, meter
@@ -107,12 +107,15 @@ class Evaluation:
         )
         return LLM.from_parts(self._target, self._drafter, k, config)
 
+    def _count(self, output: RequestOutput) -> None:
+        self._meter.advance(tokens=len(output.token_ids))
+
     def _measure(self, llm: LLM, k: int, temperature: float) -> None:
         """One K at one temperature, and without drafts the answers to compare with, the first time."""
         config = self._config
         answers = SuiteAnswers(self._suites)
         self._meter.stage(f"K = {k}, T = {temperature:g}")
-        settings: dict[str, Any] = {"temperature": temperature, "seed": config.seed, "on_finish": self._meter.finish}
+        settings: dict[str, Any] = {"temperature": temperature, "seed": config.seed, "on_finish": self._count}
         try:
             answers.run(llm, max_tokens=config.max_tokens, **settings)
         finally:
@@ -157,7 +160,7 @@ class Evaluation:
                 self._meter.stage(f"{task.name}, {f'K = {k}' if drafts else 'without drafts'}")
                 llm.set_speculation(drafts)
                 answers = SuiteAnswers({task.name: task.conversations})
-                answers.run(llm, max_tokens=self._config.accuracy_tokens, temperature=0.0, on_finish=self._meter.finish)
+                answers.run(llm, max_tokens=self._config.accuracy_tokens, temperature=0.0, on_finish=self._count)
                 both.append(answers.finished()[task.name])
             self._marked.append((task, k, both[0], both[1]))
         llm.set_speculation(True)

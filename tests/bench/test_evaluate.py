@@ -110,15 +110,15 @@ def test_a_changed_answer_fails(tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_an_interrupted_run_keeps_the_sets_that_were_finished(tiny, tmp_path, monkeypatch, capsys):
-    original, done = evaluation.AnswerMeter.finish, []
+    original, done = evaluation.Evaluation._count, []
 
-    def finish(self, output):
+    def count(self, output):
         original(self, output)
         done.append(output)
         if len(done) == 8 + 3 + 2:  # K = 2 at T = 0, without drafts, and two of eight answers at T = 1
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluation.AnswerMeter, "finish", finish)
+    monkeypatch.setattr(evaluation.Evaluation, "_count", count)
     with pytest.raises(KeyboardInterrupt):
         evaluate(tiny, tmp_path / "a.json")
     result = read_result(tmp_path / "a.json")
