@@ -33,3 +33,6 @@ def _run(rank: int, port: int, device: str, function: Callable[..., None], argum
     ranks = Ranks.from_environment(os.environ)
     with process_group(ranks, ranks.own_device(torch.device(device))):
         function(ranks, *arguments)
+    # As the entry point does: at the interpreter's end a thread of gloo's can abort a process that has succeeded.
+    sys.stdout.flush()
+    os._exit(0)
