@@ -29,8 +29,8 @@ class TokenHistory:
         self.counts_SV = torch.zeros(rows, dtype=torch.int32, device=device)
         self.bias_SV = torch.zeros(rows, dtype=torch.float32, device=device)
         # repetition, frequency, presence, and 1 where the slot's row of the bias is to be read
-        self._changed: set[int] = set()  # slots with other factors than these
         self.factors_S4 = torch.tensor([1.0, 0.0, 0.0, 0.0]).repeat(num_slots + 1, 1).to(device)
+        self._changed: set[int] = set()  # slots with other factors than these
 
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:

@@ -65,7 +65,9 @@ def _stream_tile(
     weight = weight_GI + (read_G.to(tl.int64) * weight_row_stride)[:, None] + k_K[None]
     x = x_RI + (row_R.to(tl.int64) * x_row_stride)[:, None] + k_K[None]
     if EARLY:
-        prefetch_rows(weight_GI + cut * CUT + read_G.to(tl.int64) * weight_row_stride, min(_PREFETCHED, CUT))
+        PREFETCHED: tl.constexpr = min(_PREFETCHED, CUT)
+        first = tl.minimum(cut * CUT, IN - PREFETCHED)  # cuts are rounded up: the last may end past its row
+        prefetch_rows(weight_GI + first + read_G.to(tl.int64) * weight_row_stride, PREFETCHED)
     wait_for_previous(EARLY)
     acc_GR = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in tl.range(0, CUT, STEP, num_stages=STAGES):

@@ -3,7 +3,9 @@
 from typing import Any
 
 
-def compile_for_hopper(fn: Any, kinds: dict[str, str], warps: int, **constants: object) -> Any:
+def compile_for_hopper(
+    fn: Any, kinds: dict[str, str], warps: int, stages: int | None = None, **constants: object
+) -> Any:
     """What Triton makes of a kernel of bfloat16 tensors, all aligned; `kinds` names the arguments of other types."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -15,4 +17,5 @@ def compile_for_hopper(fn: Any, kinds: dict[str, str], warps: int, **constants: 
         fn, signature, constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )  # fmt: skip
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.paged_attention import paged_attention, plan_rectangles
-from peagle.kernels.paged_decode import DecodePlan, chunk_start, num_chunks, plan_decode
+from peagle.kernels.paged_decode import FINE_KEYS, DecodePlan, chunk_start, num_chunks, plan_decode
+from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -147,6 +148,28 @@ def test_the_split_follows_from_batch_and_width():
     assert (plan.tile_rows, plan.tile_size) == (8, 64)
     plan = plan_decode(14, tables[1], 16, heads=64, kv_heads=8, head_dim=64, backend="torch")
     assert (plan.tile_rows, plan.tile_size) == (8, 64)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_two_programs_fit_on_a_multiprocessor_of_hopper(tile: int, dim: int):
+    from peagle.kernels.paged_decode_triton import _decode_tile, _launch_sizes
+
+    keys, warps, stages = _launch_sizes(tile, dim, torch.bfloat16)
+    assert FINE_KEYS % keys == 0
+    kinds = {"limit_R": "*i64", "tables_BN": "*i32", "arrivals": "*i32", "table_width": "i32", "scale_log2": "fp32"}
+    scratch = dict.fromkeys(("scratch_out", "scratch_stats"), "*fp32")
+    compiled = compile_for_hopper(
+        _decode_tile, kinds | scratch, warps, stages, ROWS=8, TILE_ROWS=8, GROUP=tile // 8, HEAD_DIM=dim,
+        BLOCK_SIZE=BLOCK, TILE=tile, KEYS=keys, CHUNKS=24, SPLITS=4, WINDOW=0, SINKS=False, EARLY=True,
+    )  # fmt: skip
+    assert compiled.metadata.shared < 227 * 1024 // 2
+    ptx = compiled.asm["ptx"]
+    assert "cp.async" in ptx
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
+    assert "griddepcontrol.wait" not in ptx  # nothing lets it start before what it reads is there
 
 
 @needs_triton

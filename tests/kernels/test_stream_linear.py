@@ -1,6 +1,7 @@
 """Streaming linear layers against their torch forms, alone and inside a model whose norms add their parts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,32 @@ SIZES = [(1, 64, 24, True), (5, 256, 40, False), (19, 333, 74, True), (70, 512, 
 @pytest.mark.parametrize("rows,inputs,outputs,bias", SIZES)
 def test_interpreted_linears(operation: str, rows: int, inputs: int, outputs: int, bias: bool, dtype: torch.dtype):
     check(operation, rows, inputs, outputs, bias, dtype, "cpu")
+
+
+@interpreter
+@pytest.mark.usefixtures("bfloat16_products")
+@pytest.mark.parametrize("inputs", [4864, 4100, 1536])
+def test_interpreted_early_weights_are_the_layer_s(inputs: int, monkeypatch):
+    """What is asked for before the wait lies within the weights, also where cuts are rounded up past their end."""
+    asked: list[tuple[int, int]] = []
+
+    def prefetch(first_R: Any, LENGTH: Any) -> None:
+        addresses = first_R.handle.data
+        asked.append((int(addresses.min()), int(addresses.max()) + 2 * int(LENGTH)))
+
+    monkeypatch.setattr(kernels, "prefetch_rows", prefetch)
+    monkeypatch.setattr(kernels, "wait_for_previous", lambda EARLY: None)
+    x, weight = tensors(3, inputs, 64, False, torch.bfloat16, "cpu")
+    tile = kernels._tile(3, inputs, 64, True)
+    cut = -(-inputs // tile.cuts // tile.step) * tile.step
+    out = torch.empty(tile.cuts, 3, 64)
+    kernels._stream_tile[(1, tile.cuts, 1)](
+        out, x, weight, x, 3, x.stride(0), inputs, IN=inputs, OUT=64, CUT=cut, ROWS=16, COLUMNS=64, STEP=tile.step,
+        STAGES=2, GATED=False, BIAS=False, PARTS=True, WHOLE=False, EARLY=True,
+    )  # fmt: skip
+    assert len(asked) == tile.cuts > 1
+    assert max(end for _, end in asked) - min(begin for begin, _ in asked) <= 2 * weight.numel()
+    torch.testing.assert_close(out.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
 
 
 @interpreter
