@@ -94,10 +94,11 @@ class TextStream:
         """The complete text of a response; a character cut short by the end becomes U+FFFD as in `decode`.
 
         A token may hold the end of a stop string and the beginning of a character, so one may be found only now."""
-        if self._marks and not self.stopped:
-            self._part += [token for token in token_ids[self._count :] if token not in self._marks]
-            self._extend(self._left())
-            self._count = len(token_ids)
+        if self._marks:
+            while not self.stopped and self._count < len(token_ids):  # the one that ended it: its mark may end a part
+                self.push(token_ids[self._count])
+            if not self.stopped:
+                self._extend(self._left())
         elif not self.stopped:
             whole = self._tokenizer.decode(token_ids, skip_special_tokens=True)
             if whole.startswith(self.text):

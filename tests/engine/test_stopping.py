@@ -146,6 +146,29 @@ def test_a_stop_string_is_found_where_half_a_character_behind_it_ends_the_answer
     assert stream.take(final=True) == ""
 
 
+def test_a_stop_string_that_is_kept_holds_nothing_back():
+    fast = byte_tokenizer()
+    stream, shown = TextStream(fast, ("xyz",), keeps_stop=True), []
+    for token in fast.encode("axyz"):
+        stream.push(token)
+        shown.append(stream.take())
+    assert shown == ["a", "x", "y", "z"]
+    assert (stream.text, stream.stop_string) == ("axyz", "xyz")
+
+
+@pytest.mark.parametrize(("reason", "after"), [("length", "stop"), ("abort", "abort")])
+def test_only_a_limit_gives_way_to_a_stop_string_found_at_the_end(reason: str, after: str):
+    fast = byte_tokenizer(("Ċ", "æ"))
+    params = SamplingParams(max_tokens=3, stop="x\n")
+    request = Request(
+        0, "", [0], params, seed=0, stop_ids=frozenset(), max_tokens=9, stream=MeasuredStream(fast, ("x\n",))
+    )
+    request.emit(fast.convert_tokens_to_ids(["a", "x", "Ċæ"]))
+    request.finish_reason = reason
+    output = request.output(fast)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", after, "x\n")
+
+
 def test_bad_prompts_are_named_before_any_work():
     llm = tiny_llm(3, max_model_len=32)
     params = SamplingParams(max_tokens=4)

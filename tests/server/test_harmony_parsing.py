@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peagle.engine.request import Request
 from peagle.engine.text import MeasuredStream, TextStream
+from peagle.sampling import SamplingParams
 from peagle.server.answer_parsing import Piece, joined
 from peagle.server.chat import MessageWriter
 from peagle.server.harmony import Harmony
@@ -164,6 +166,43 @@ def test_stop_strings_and_measures_know_the_marks():
     pieces = HarmonyMessages(None).push("".join(piece for _, piece in shown))
     assert pieces == [text("hel")]
     assert len(stream.text) == stream.ends[-1] == len("final") + 2 + len("hel")
+
+
+def ended(said: str, measured: bool) -> Request:
+    """A request whose answer a token of `stop_ids` ended, as `<|call|>` does in an engine."""
+    ids = ids_of(TOKENIZER, said)
+    request = Request(
+        0, "", [0], SamplingParams(max_tokens=99), seed=0, stop_ids=frozenset(HARMONY.stop_ids), max_tokens=99,
+        stream=stream_of(measured),
+    )  # fmt: skip
+    assert request.emit(ids) == len(ids)
+    assert request.finish_reason == "stop"
+    return request
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_call_without_arguments_has_none_where_its_token_ends_the_answer(measured: bool):
+    called = ended("<|channel|>commentary to=functions.f<|message|><|call|>", measured)
+    parser = HarmonyMessages({"f"})
+    pieces = parser.push(called.stream.take())
+    shown = called.output(TOKENIZER).text
+    pieces += parser.push(called.stream.take(final=True)) + parser.finish()
+    assert joined(pieces) == [Piece("name", "f", 0), Piece("arguments", "{}", 0)]
+    assert called.output(TOKENIZER).text == shown  # asked again, it is the same
+    if measured:
+        assert called.output(TOKENIZER).text_ends[-1] <= len(shown)
+
+
+def test_what_was_not_pushed_of_an_answer_is_in_its_text_once():
+    """`LLM.generate` without anybody who reads along makes the text at the end."""
+    ids = ids_of(TOKENIZER, "<|channel|>final<|message|>hello")
+    for pushed in range(len(ids) - len("hello"), len(ids) + 1):
+        stream = stream_of()
+        for token in ids[:pushed]:
+            stream.push(token)
+        text = stream.finish(ids)
+        assert text.endswith("hello"), pushed
+        assert stream.finish(ids) == text
 
 
 @pytest.mark.parametrize("said", ANSWERS)
