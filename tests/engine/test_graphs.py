@@ -12,6 +12,7 @@ from peagle.engine.outputs import StepOutput
 from peagle.engine.request import RequestOutput
 from peagle.engine.slots import SamplingMode
 from peagle.engine.warm_up import WarmUp
+from peagle.kernels.logprobs import RowLogprobs
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
 
@@ -176,6 +177,19 @@ def test_a_step_that_does_more_changes_nothing(alone: bool):
         assert_same(llm.generate(*given), plain.generate(*given))
     assert EVERYTHING not in modes
     assert len(set(modes)) > 4 * alone
+
+
+@pytest.mark.parametrize(("drafts", "scores"), [(False, False), (True, False), (False, True)])
+def test_what_a_wider_graph_shows_besides_is_dropped(drafts: bool, scores: bool):
+    core = tiny_llm(3).core
+    part = torch.zeros(1)
+
+    class Wider:
+        run = staticmethod(lambda *_: StepOutput(part, part, RowLogprobs(*(part,) * len(RowLogprobs._fields))))
+
+    core._graphs = Wider()
+    out = core._run_decode(np.array([0]), 3, SamplingMode(shows_drafts=drafts, scores=scores), lambda: [0])
+    assert (out.drafts_BK is not None, out.logprobs is not None) == (drafts, scores)
 
 
 def test_any_text_is_no_grammar():

@@ -146,6 +146,33 @@ def test_leftover_drafts_teach_nothing():
     assert chooser.rates[0] < before[0]
 
 
+def test_back_to_plain_decoding_at_once_and_to_another_k_not():
+    """Costs of two sizes of batches: what pays at one does not at the other."""
+    costs = {(n, k): 1.0 + (0.01 if n == 1 else 2.0) * k for n in (1, 64) for k in (0, 3, MOST)}
+    chooser = KChooser(costs)
+    k = chooser.choose(1)
+    assert k > 0
+    chooser.record([k], k)
+    assert chooser.choose(64) == 0  # the step after
+    chooser.record([0], 0)
+    assert [chooser.choose(1) for _ in range(16)] == [0] * 16
+    assert chooser.choose(1) > 0
+
+
+def test_what_was_gained_long_ago_is_not_lost_again():
+    """However long drafts were good: what is spent on useless ones has one bound."""
+    costs = costs_of(0.2)
+    chooser = KChooser(costs)
+    for _ in range(3000):
+        k = chooser.choose(1)
+        chooser.record([k], k)
+    lost = 0.0
+    while k := chooser.choose(1):  # from now on requests that teach nothing keep nothing
+        chooser.record([], k, [0])
+        lost += costs[1, k] / costs[1, 0] - 1
+    assert 0 < lost < 2 * 17 * (costs[1, MOST] / costs[1, 0] - 1)
+
+
 def test_requests_that_say_nothing_count_in_the_account_and_plain_steps_forget():
     chooser = KChooser(costs_of(0.2))
     chooser.record([0], MOST)
