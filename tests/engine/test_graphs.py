@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from peagle.engine import build
+from peagle.engine.core import EngineCore
 from peagle.engine.grammar import AnyText
 from peagle.engine.graphs import COMMON_MODES, EVERYTHING, DecodeGraphs, Key, _Captured, bucket_sizes
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import RequestOutput
 from peagle.engine.slots import SamplingMode
+from peagle.engine.speculation import draft_counts
 from peagle.engine.warm_up import WarmUp
 from peagle.kernels.logprobs import RowLogprobs
 from peagle.sampling import SamplingParams
@@ -223,6 +226,52 @@ def test_warming_up_leaves_nothing_out(kinds: str, monkeypatch):
     assert len(ran) == 2
     assert not llm.core.has_work
     assert llm.core.num_graphs == 0
+
+
+class OnGpu:
+    """A core that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core, self.num_settled = core, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._core, name)
+
+    def settle(self) -> None:
+        self.num_settled += 1
+
+
+@pytest.mark.parametrize(("kinds", "ends", "settled"), [("all", False, 1), ("basic", False, 0), ("all", True, 0)])
+def test_a_warm_engine_settles_once_a_step_of_every_kind_is_there(kinds: str, ends: bool, settled: int, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    llm = tiny_llm(3, max_num_seqs=2)
+    warm_up = WarmUp(llm, llm.make_request, kinds)
+    warm_up._core = core = OnGpu(llm.core)
+    warm_up.run(lambda: ends)
+    assert core.num_settled == settled
+    assert not llm.core.has_work
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_there_are_never_more_graphs_than_memory_was_planned_for(k: int, monkeypatch):
+    plan, planned, allowed = build.plan_memory, [], []
+
+    class Core(EngineCore):
+        def __init__(self, *args, **kwargs) -> None:
+            allowed.append(kwargs["max_graphs"])
+            super().__init__(*args, **kwargs)
+
+    def spied(*args, **kwargs):
+        planned.append(kwargs["num_graphs"])
+        return plan(*args, **kwargs)
+
+    monkeypatch.setattr(build, "plan_memory", spied)
+    monkeypatch.setattr(build, "EngineCore", Core)
+    tiny_llm(k, max_num_seqs=4)
+    # Sizes 1, 2, 3 and 4, each K that may be chosen, three modes; and the page's.
+    assert allowed == planned == [4 * len(draft_counts(k)) * 3 + 4]
 
 
 def test_modes_that_there_is_room_for(monkeypatch):

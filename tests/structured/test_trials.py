@@ -115,6 +115,19 @@ def test_a_refusal_is_forgotten_after_a_while(monkeypatch, trials):
     assert grammars.compile(asked) is grammars.compile(asked)
 
 
+def test_that_no_process_was_there_is_not_remembered_as_a_refusal():
+    class Busy:
+        def run(self, kind: str, form: str) -> None:
+            raise Unavailable("no process")
+
+    grammars, asked = Grammars(vocabulary(), Busy()), StructuredOutputs(regex="a")
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            grammars.compile(asked)
+    grammars.trials = None
+    assert grammars.compile(asked) is not None
+
+
 def test_memory_is_limited():
     with Trials(vocabulary(), max_bytes=6 * 2**20) as trials:
         with pytest.raises(
