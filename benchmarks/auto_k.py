@@ -4,7 +4,7 @@ Random weights of the shapes named; a head is a chance by which each draft is ke
 (benchmarks/speed_shapes.py), the same for every K. What is timed is a whole batch of requests, prompts and the last
 stragglers included, by the engine's own code that chooses K, from costs it measured at its start. "auto, first batch"
 begins with nothing known of the head; "auto" is the batch after it. "none" is an engine without a head. All of them
-take turns, repeat by repeat. Hardware: one GPU, two minutes a shape.
+take turns, repeat by repeat. Hardware: one GPU.
 
     python -m benchmarks.auto_k --out benchmarks/results/auto-k-h200.json
     python -m benchmarks.auto_k --device cpu --out /tmp/smoke.json      # does the script itself work? a tiny shape

@@ -5,7 +5,7 @@ and vLLM can be given the very same (benchmarks/peer_vllm.py). 128 tokens in, 51
 are the steps in which all requests decode. The engines of a group stand side by side and take turns, repeat by repeat.
 After the first repeat some steps are profiled: how long the GPU was busy, how many kernels and launches. Every figure
 is written as soon as it is there, the most important groups first: stopped early, by --seconds or by hand, the file
-holds what was measured, marked partial. Hardware: one GPU of 40 GB.
+holds what was measured, marked partial. Hardware: one GPU.
 
     python -m benchmarks.engine_speed --out benchmarks/results/engine-speed-h200.json
     python -m benchmarks.engine_speed --shapes qwen3-8b --methods p-eagle none --k 7 --seconds 120 --out FILE

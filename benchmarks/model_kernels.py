@@ -5,7 +5,7 @@ in a CUDA graph of many calls and replayed, so launches from the host do not cou
 written once, at the memory bandwidth given with --bandwidth, or what must be multiplied, at --tflops, if that is more.
 Successive calls of attention take turns at up to eight
 caches, and those of linear layers at as many weights, so that small ones do not stay in L2; the other operations'
-inputs do, as in a step. Hardware: one GPU; about two minutes on an H200.
+inputs do, as in a step. Hardware: one GPU.
 
 Linear layers with their norm, gate or sum, and the rotation that writes keys and values, run for --linear-rows rows:
 as one launch ("triton"), and as cuBLAS and one Triton kernel for each other operation ("torch"). Attention of whole

@@ -3,7 +3,7 @@
 A P-EAGLE head with K = 7 on shapes with random weights, acceptance by chance (benchmarks/speed_shapes.py). All engines
 of a shape stand side by side and take turns, repeat by repeat; what a saving is worth is the median over the repeats of
 the step time without it over that with all, in the same repeat. Greedy, 128 tokens in; timed are the steps in which all
-requests decode. The file is written after each repeat. Hardware: one GPU, three minutes.
+requests decode. The file is written after each repeat. Hardware: one GPU.
 
     python -m benchmarks.savings --out benchmarks/results/savings-h200.json
     python -m benchmarks.savings --device cpu --out /tmp/smoke.json     # does the script itself work? a tiny shape

@@ -5,7 +5,7 @@ One steady step of B requests with K = 7 drafts: B (K+1) target rows verified, 2
 On a GPU each operation is captured in a CUDA graph many times over and the graph's replay is timed, so that no time of
 the host counts: this is what the operation costs within the engine's own graph. Inputs are read again and again, so
 what fits the L2 cache comes from there, as it does in the engine, where the operation before has just written it. The
-file is written after each batch size, marked partial until the last. Hardware: one GPU; about a minute on an H200.
+file is written after each batch size, marked partial until the last. Hardware: one GPU.
 
     python -m benchmarks.step_kernels --out benchmarks/results/step-kernels-h200.json
     python -m benchmarks.step_kernels --device cpu --batches 1 --out /tmp/smoke.json  # does the script itself work?
