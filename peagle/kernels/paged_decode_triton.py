@@ -253,5 +253,5 @@ def _launch_sizes(tile_size: int, head_dim: int, dtype: torch.dtype) -> tuple[in
     # The loads of keys wait for those of block ids: seven stages are three tiles of keys and values in flight.
     if head_dim == 256:
         return 16, 4, 7
-    # Of 128 dims, half as many turns make up for fewer in flight: 11.0 us against 12.4 for eight requests of 390 keys.
+    # Of 128 dims, half as many turns make up for fewer in flight (benchmarks/results/decode-attention-h200.json).
     return (64, 4, 7) if head_dim <= 64 else (64, 4, 3)
