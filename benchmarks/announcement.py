@@ -6,7 +6,8 @@ compared is the price of drafting and verifying, not a head. Where the announcem
 mode has it. Load: a closed loop of random prompts. Decoding without drafts is the same on every prompt set, so it is
 measured once per concurrency and repeat.
 
-Hardware: one GPU. What is most worth knowing, c = 1 and 64, comes first, and --seconds ends it where it is. --resume goes on.
+Hardware: one GPU. What is most worth knowing, c = 1 and 64, comes first, and --seconds ends it where it is. --resume
+goes on.
 
     python -m benchmarks.announcement --out benchmarks/results/announcement-gpt-oss-20b-h200.json --seconds 540
     python -m benchmarks.announcement --shape tiny --device cpu --concurrency 1 2 --repeats 1 --out FILE  # a try

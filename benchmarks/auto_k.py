@@ -93,14 +93,15 @@ class Bench:
                         for policy, timed in one.batches(head, concurrency).items():
                             self.found.setdefault((shape, head, concurrency, policy), []).append(timed)
                 self._done += 1
-                self._partial = shape != args.shapes[-1]
+                is_over = args.seconds is not None and time.perf_counter() - begun > args.seconds
+                self._partial = shape != args.shapes[-1] or not (is_over or repeat + 1 == args.repeats)
                 self.write()
                 left = self._spent / self._done * (count - self._done)
                 print(
                     f"[{self._spent:.0f} s, about {left:.0f} s left] {shape}: repeat {repeat + 1} of {args.repeats}",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
-                if args.seconds is not None and time.perf_counter() - begun > args.seconds:
+                if is_over:
                     break
             del one
             free()

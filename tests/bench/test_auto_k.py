@@ -1,0 +1,70 @@
+"""The benchmark of K chosen by the engine: what it makes of its batches, and when its file is whole."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import auto_k
+from peagle.bench.engine_tables import auto_k as table
+from peagle.bench.report import read_result
+
+
+class Shape:
+    """Engines whose speed is given: without a head 100 tokens a second, in the second repeat 200."""
+
+    def __init__(self, args: Namespace, shape: str) -> None:
+        self.repeat, self.seconds, self.costs = 0, 0.0, {(1, 0): 1e-3, (1, 7): 2e-3}
+
+    def batches(self, head: float, concurrency: int) -> dict[str, auto_k.Timed]:
+        self.repeat += 1
+        plain = 100.0 * self.repeat
+        speeds = {
+            "none": plain,
+            "K=3": 2 * plain,
+            "K=7": 1.5 * plain,
+            auto_k.FIRST: 0.9 * plain,
+            auto_k.AUTO: 1.9 * plain,
+        }
+        return {name: auto_k.Timed(speed, 2.0) for name, speed in speeds.items()}
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch) -> auto_k.Bench:
+    monkeypatch.setattr(auto_k, "Shape", Shape)
+    args = Namespace(
+        out=tmp_path / "auto-k.json", shapes=["a", "b"], heads=[3.4], concurrency=[1], repeats=2, output_tokens=64,
+        seconds=None, dtype="auto", device="cpu",
+    )  # fmt: skip
+    return auto_k.Bench(args)
+
+
+def partial_marks(bench: auto_k.Bench, monkeypatch) -> list[bool]:
+    """Whether each file that was written said that it was cut."""
+    marks, write = [], bench.write
+
+    def noted() -> None:
+        write()
+        marks.append(read_result(Path(bench.args.out))["settings"]["partial"])
+
+    monkeypatch.setattr(bench, "write", noted)
+    bench.run()
+    return marks
+
+
+def test_the_file_is_partial_until_the_last_repeat_of_the_last_shape(bench, monkeypatch):
+    assert partial_marks(bench, monkeypatch) == [True, True, True, False]
+
+
+def test_time_that_is_over_ends_each_shape_and_the_file_is_whole(bench, monkeypatch):
+    bench.args.seconds = 0.0
+    assert partial_marks(bench, monkeypatch) == [True, False]
+
+
+def test_a_policy_is_compared_with_no_head_in_the_same_repeat(bench):
+    bench.run()
+    rows = {row.policy: row for row in bench.rows() if row.shape == "a"}
+    assert (rows[auto_k.AUTO].times_plain, rows[auto_k.AUTO].times_plain_lowest) == (1.9, 1.9)
+    assert rows[auto_k.AUTO].tokens_per_second == pytest.approx(1.9 * 150)
+    result = read_result(Path(bench.args.out))
+    assert "**1.90x** (0.90x), mean K 2.0 | 2.00x, K=3" in table(result["results"]["rows"])
