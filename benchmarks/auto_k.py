@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import RESULTS, command
+from benchmarks.common import RESULTS, command, say_progress
 from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config, free
 from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, PLAIN, PROMPT_TOKENS, SHAPES, geometric_rate, random_prompts
 from peagle.bench.report import write_result
@@ -96,11 +96,7 @@ class Bench:
                 is_over = args.seconds is not None and time.perf_counter() - begun > args.seconds
                 self._partial = shape != args.shapes[-1] or not (is_over or repeat + 1 == args.repeats)
                 self.write()
-                left = self._spent / self._done * (count - self._done)
-                print(
-                    f"[{self._spent:.0f} s, about {left:.0f} s left] {shape}: repeat {repeat + 1} of {args.repeats}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                say_progress(self._done, count, self._begun, f"{shape}: repeat {repeat + 1} of {args.repeats}")
                 if is_over:
                     break
             del one

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from peagle.bench.datasets import read_prompts
@@ -20,6 +21,14 @@ def first_turns(suite: str, limit: int | None = None) -> list[Conversation]:
     """The first user turn of every row of a suite, or of the prompts file of that path, as a conversation."""
     rows = read_prompts(find_set(suite))
     return [list(row.messages) for row in rows[:limit]]
+
+
+def say_progress(done: int, total: int, begun: float, what: str = "") -> None:
+    """On stderr: how much is done, and how long the rest takes at this pace. `begun` is of `time.perf_counter`."""
+    spent = time.perf_counter() - begun
+    left = spent / done * (total - done)
+    said = f"[{done}/{total}, {spent:.0f} s, about {left:.0f} s left] {what}"
+    print(said.rstrip(), file=sys.stderr, flush=True)
 
 
 def command() -> str:

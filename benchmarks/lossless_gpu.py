@@ -15,14 +15,13 @@ graphs and with nothing in flight:
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, first_turns
+from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, first_turns, say_progress
 from peagle.bench.lossless import Judge, common_length
 from peagle.bench.report import DivergenceRow, LosslessSettingRow, read_result, write_result
 from peagle.bench.tables import render_block
@@ -276,11 +275,7 @@ def main() -> None:
     steps = (said for dtype in args.dtype for said in measure(args, dtype, results))
     for done, said in enumerate(steps, start=1):
         now = time.perf_counter()
-        left = (now - begun) / done * (total - done)
-        print(
-            f"[{done}/{total}, {now - begun:.0f} s, about {left:.0f} s left] {said}: {now - last:.1f} s",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        say_progress(done, total, begun, f"{said}: {now - last:.1f} s")
         last = now
         _write(args, results, now - begun, partial=done < total)
     print(render_block("lossless-gpu-", read_result(args.out)))

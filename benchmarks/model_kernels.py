@@ -20,7 +20,6 @@ that waits for the host. The file is written after each group of rows, marked pa
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command
+from benchmarks.common import RESULTS, command, say_progress
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels.fused_linear import linear_add, norm_linear
@@ -138,9 +137,7 @@ def main() -> None:
         for backend in args.backends:
             found += _measure(args, shape, requests, rows, backend, works)
         _write(args, found, partial=done < len(groups))
-        spent = time.perf_counter() - begun
-        left = spent / done * (len(groups) - done)
-        print(f"[{done}/{len(groups)}, {spent:.0f} s, about {left:.0f} s left]", file=sys.stderr, flush=True)
+        say_progress(done, len(groups), begun)
     print(f"wrote {args.out}")
 
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command
+from benchmarks.common import RESULTS, command, say_progress
 from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config, free
 from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, SHAPES, Setup, geometric_rate, random_prompts
 from peagle.bench.report import write_result
@@ -134,10 +134,8 @@ class Bench:
             self._done += 1
             self.rows[shape] = _rows(shape, found)
             self.write()
-            spent = time.perf_counter() - self._begun
-            left = spent / self._done * (self.args.repeats * len(self.args.shapes) - self._done)
-            said = f"[{spent:.0f} s, about {left:.0f} s left] {shape}: repeat {repeat + 1} of {self.args.repeats}"
-            print(said, file=sys.stderr, flush=True)
+            said = f"{shape}: repeat {repeat + 1} of {self.args.repeats}"
+            say_progress(self._done, self.args.repeats * len(self.args.shapes), self._begun, said)
             if self.args.seconds is not None and time.perf_counter() - begun > self.args.seconds:
                 break
         del llms, target, drafter

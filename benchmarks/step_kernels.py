@@ -12,7 +12,6 @@ file is written after each batch size, marked partial until the last. Hardware: 
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command
+from benchmarks.common import RESULTS, command, say_progress
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels.accept import accept
@@ -229,9 +228,7 @@ def main() -> None:
         for kernel, size, call in Step(shape, batch, args.device).calls():
             found += _measure(args, shape, batch, kernel, size, call)
         _write(args, found, partial=done < len(cases))
-        spent = time.perf_counter() - begun
-        left = spent / done * (len(cases) - done)
-        print(f"[{done}/{len(cases)}, {spent:.0f} s, about {left:.0f} s left]", file=sys.stderr, flush=True)
+        say_progress(done, len(cases), begun)
     print(f"wrote {args.out}")
 
 
