@@ -117,7 +117,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, resolve_device(args.device)
         self.rows: dict[str, list[SavingRow]] = {}
-        self._begun, self._done = time.perf_counter(), 0
+        self._begun, self._done, self._partial = time.perf_counter(), 0, True
 
     def measure(self, shape: str) -> None:
         """All variants of one shape, side by side, until the shape's time is up."""
@@ -132,24 +132,25 @@ class Bench:
                     window = decode_window(llm, prompts[:concurrency], decode_params(self.args.output_tokens))
                     found.setdefault((left_out, concurrency), []).append(window)
             self._done += 1
+            is_over = self.args.seconds is not None and time.perf_counter() - begun > self.args.seconds
+            self._partial = shape != self.args.shapes[-1] or not (is_over or repeat + 1 == self.args.repeats)
             self.rows[shape] = _rows(shape, found)
             self.write()
             said = f"{shape}: repeat {repeat + 1} of {self.args.repeats}"
             say_progress(self._done, self.args.repeats * len(self.args.shapes), self._begun, said)
-            if self.args.seconds is not None and time.perf_counter() - begun > self.args.seconds:
+            if is_over:
                 break
         del llms, target, drafter
         free()
 
     def write(self) -> None:
-        """The file anew, marked partial while a shape has not been measured as often as asked."""
-        counts = [rows[0].repeats for rows in self.rows.values()]
+        """The file anew, marked partial until the last shape has all its repeats, or its time is up."""
         settings = {
             "command": command(),
             "dtype": self.args.dtype,
             "num_drafts": _K,
             "output_tokens": self.args.output_tokens,
-            "partial": len(counts) < len(self.args.shapes) or min(counts) < min(self.args.repeats, 2),
+            "partial": self._partial,
         }
         rows = [row for rows in self.rows.values() for row in rows]
         write_result(self.args.out, self.args.out.stem, settings, {"rows": rows})

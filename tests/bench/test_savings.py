@@ -1,13 +1,14 @@
 """What the benchmark of savings leaves out can be left out: the names are there, and no token changes."""
 
+from argparse import Namespace
 from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
 
-from benchmarks.auto_k import Bench as AutoBench
-from benchmarks.auto_k import Timed
+from benchmarks import savings
 from benchmarks.savings import ALL, VARIANTS, Variant, _rows
+from peagle.bench.report import read_result
 from peagle.bench.stepping import Window
 from peagle.config import EngineConfig
 from peagle.engine.engine import LLM
@@ -43,12 +44,21 @@ def test_what_a_saving_is_worth_is_told_repeat_by_repeat():
     assert (without.times_all, without.times_all_lowest, without.times_all_highest) == (2.5, 2.0, 3.0)
 
 
-def test_a_choice_of_k_is_told_as_a_multiple_of_plain_decoding(tmp_path):
-    from argparse import Namespace
-
-    bench = AutoBench(Namespace(device="cpu", out=tmp_path / "r.json"))
-    bench.found["tiny", 3.4, 1, "none"] = [Timed(100.0, 0), Timed(50.0, 0)]
-    bench.found["tiny", 3.4, 1, "auto"] = [Timed(99.0, 1), Timed(100.0, 3)]
-    plain, auto = bench.rows()
-    assert (plain.times_plain, plain.tokens_per_second) == (1.0, 75.0)
-    assert (auto.times_plain, auto.times_plain_lowest, auto.mean_drafts) == (1.495, 0.99, 2)
+@pytest.mark.parametrize("seconds,marks", [(None, [True, True, True, False]), (0.0, [True, False])])
+def test_the_file_is_partial_until_the_last_shape_has_its_repeats_or_its_time_is_up(
+    tmp_path, monkeypatch, seconds, marks
+):
+    monkeypatch.setattr(savings, "dummy_target", lambda *_: tiny_parts()[0])
+    monkeypatch.setattr(savings, "dummy_drafter", lambda *_: None)
+    monkeypatch.setattr(savings, "random_prompts", lambda *_: [[1]])
+    monkeypatch.setattr(savings, "decode_window", lambda *_: Window(1, 1e-3, 1, 4, 100.0))
+    args = Namespace(
+        out=tmp_path / "savings.json", shapes=["a", "b"], concurrency=[1], repeats=2, output_tokens=8, seconds=seconds,
+        dtype="auto", device="cpu",
+    )  # fmt: skip
+    bench, found = savings.Bench(args), []
+    monkeypatch.setattr(bench, "_engine", lambda *_: None)
+    monkeypatch.setattr(savings, "say_progress", lambda *_: found.append(read_result(args.out)["settings"]["partial"]))
+    for shape in args.shapes:
+        bench.measure(shape)
+    assert found == marks
