@@ -10,7 +10,16 @@ from peagle.kernels.packed_experts import MOST_SCALE, PackedMatrix, draw, num_gr
 from peagle.models.mxfp4 import dequantize
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
-from tests.kernels.test_moe import GPT_OSS, distance, gpu, inputs, interpreter, run
+from tests.kernels.test_moe import (
+    GPT_OSS,
+    check_graph,
+    check_rows_keep_their_bits,
+    distance,
+    gpu,
+    inputs,
+    interpreter,
+    run,
+)  # fmt: skip
 
 SIZES = (160, 64, 5, 2)  # hidden, features, experts, chosen; groups that are full, half full, and both
 
@@ -180,30 +189,15 @@ def test_it_differs_from_the_kernel_of_matrices_by_rounding_on_gpu(rows: int):
 @pytest.mark.gpu
 @gpu
 def test_a_row_keeps_its_bits_on_gpu():
-    """Among as few rows per expert that tiles are equally high."""
     x, logits, packed, _matrices, top_k = case(64, GPT_OSS, torch.bfloat16, "cuda")
-    together = run(x, logits, packed, top_k, "triton")
-    for count in (1, 2, 8, 33):
-        assert torch.equal(run(x[:count], logits[:count], packed, top_k, "triton"), together[:count])
-    for row in range(0, 64, 7):
-        assert torch.equal(run(x[row : row + 1], logits[row : row + 1], packed, top_k, "triton")[0], together[row])
+    check_rows_keep_their_bits(x, logits, packed, top_k)
 
 
 @pytest.mark.gpu
 @gpu
 def test_a_graph_replays_with_other_routing():
     x, logits, packed, _matrices, top_k = case(8, GPT_OSS, torch.bfloat16, "cuda")
-    x, logits = x.clone(), logits.clone()
-    run(x, logits, packed, top_k, "triton")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(x, logits, packed, top_k, "triton")
-    other = torch.randn_like(x), logits.flip(1)
-    x.copy_(other[0]), logits.copy_(other[1])
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, run(*other, packed, top_k, "triton"))
+    check_graph(x, logits, packed, top_k)
 
 
 @pytest.mark.gpu
