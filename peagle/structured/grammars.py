@@ -20,7 +20,7 @@ class Grammars:
     """The grammars of one model; from any thread.
 
     With `trials`, each is first compiled and tried out in a process that can be stopped. What passed is compiled again
-    here: that takes a tenth of the time that sending the result would.
+    here: that takes less than a tenth of the time that sending the result would.
     """
 
     def __init__(self, vocabulary: Vocabulary, trials: Trials | None = None) -> None:
