@@ -23,7 +23,7 @@ from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, Conversation, comman
 from peagle.bench.acceptance import measure_acceptance
 from peagle.bench.report import AcceptanceRow, write_result
 from peagle.config import EngineConfig
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.engine import LLM
@@ -34,7 +34,7 @@ _MOST_AT_ONCE = 512
 
 def main() -> None:
     args = _arguments()
-    device = resolve_device(args.device)
+    device = resolve_engine_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
     target = load_target(args.model, dtype=dtype, device=device)
     suites = {Path(name).stem: first_turns(name, args.limit) for name in args.sets}

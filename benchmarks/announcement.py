@@ -30,7 +30,7 @@ from peagle.bench.sweep import Sweep, check_out
 from peagle.bench.sweep_plan import Setup, setups_of
 from peagle.bench.sweep_settings import METHODS, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.errors import PeagleError
 from peagle.kernels.synthetic_acceptance import synthetic_profile
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype=args.dtype,
         device=args.device,
     )
-    device = resolve_device(args.device)
+    device = resolve_engine_device(args.device)
     target = dummy_target(args.shape, resolve_dtype(args.dtype, device), device)
     drafters = {method: dummy_drafter(target, method) for method in args.methods if method != PLAIN}
     prompts = random_prompts(target.spec.vocab_size, config.num_prompts)

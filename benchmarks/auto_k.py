@@ -22,7 +22,7 @@ from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, 
 from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, PLAIN, PROMPT_TOKENS, SHAPES, geometric_rate, random_prompts
 from peagle.bench.report import write_result
 from peagle.bench.stepping import Decoding
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.engine.costs import measure_costs
 from peagle.engine.engine import LLM
 from peagle.engine.speculation import CostTable, FixedK, KChooser, draft_counts
@@ -74,7 +74,7 @@ class Bench:
     """All batches of a run, and the file they go to."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, resolve_device(args.device)
+        self.args, self.device = args, resolve_engine_device(args.device)
         self.found: dict[Key, list[Timed]] = {}
         self.costs: dict[str, dict[str, float]] = {}
         self._begun, self._done, self._partial = time.perf_counter(), 0, True
@@ -145,7 +145,7 @@ class Shape:
     """A shape's two engines, with and without a head, everything captured, and the costs of steps."""
 
     def __init__(self, args: argparse.Namespace, shape: str) -> None:
-        self._tokens, device = args.output_tokens, resolve_device(args.device)
+        self._tokens, device = args.output_tokens, resolve_engine_device(args.device)
         target = dummy_target(shape, resolve_dtype(args.dtype, device), device)
         config = engine_config(args, target, self._tokens + 2 * _MOST + 1)
         self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
@@ -203,7 +203,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    cpu = resolve_device(args.device).type == "cpu"
+    cpu = resolve_engine_device(args.device).type == "cpu"
     args.shapes = args.shapes or (["tiny"] if cpu else ["smollm2-135m", "qwen2.5-coder-0.5b"])
     args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
     args.output_tokens = args.output_tokens or (64 if cpu else 512)

@@ -51,7 +51,7 @@ from peagle.bench.report import write_result
 from peagle.bench.roofline import copy_bandwidth, step_cost
 from peagle.bench.stepping import Decoding, Window, decode_window, profile_steps
 from peagle.config import EngineConfig
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.p_eagle import drafter_for
 from peagle.drafters.vocab import offsets
@@ -83,7 +83,7 @@ class Session:
 
     def __init__(self, args: argparse.Namespace, total: int) -> None:
         """`total` is how many measurements there will be."""
-        self.args, self.device = args, resolve_device(args.device)
+        self.args, self.device = args, resolve_engine_device(args.device)
         self.dtype = resolve_dtype(args.dtype, self.device)
         self.bandwidth = 1e9 * args.bandwidth if args.bandwidth else copy_bandwidth(self.device)
         self.rows: dict[tuple[Setup, int], EngineSpeedRow] = {}
@@ -320,7 +320,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    cpu = resolve_device(args.device).type == "cpu"
+    cpu = resolve_engine_device(args.device).type == "cpu"
     args.shapes = args.shapes or (["tiny"] if cpu else list(REAL_SHAPES))
     args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
     args.output_tokens = args.output_tokens or (64 if cpu else OUTPUT_TOKENS)

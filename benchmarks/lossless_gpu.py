@@ -26,7 +26,7 @@ from peagle.bench.lossless import Judge, common_length
 from peagle.bench.report import DivergenceRow, LosslessSettingRow, read_result, write_result
 from peagle.bench.tables import render_block
 from peagle.config import EngineConfig
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.engine import LLM
@@ -90,7 +90,7 @@ class Lossless:
 
     def __init__(self, args: argparse.Namespace, dtype: str) -> None:
         self._args, self._dtype = args, dtype
-        self.device = resolve_device(args.device)
+        self.device = resolve_engine_device(args.device)
         precision = resolve_dtype(dtype, self.device)
         self._target: Target = load_target(args.model, dtype=precision, device=self.device)
         self.judge = Judge(self._target, self.device)
@@ -247,7 +247,7 @@ class Results:
 
 def chosen(args: argparse.Namespace) -> list[Setting]:
     """The settings asked for that this device has."""
-    on_cuda = resolve_device(args.device).type == "cuda"
+    on_cuda = resolve_engine_device(args.device).type == "cuda"
     return [setting for setting in SETTINGS if setting.name in args.settings and (on_cuda or not setting.needs_cuda)]
 
 

@@ -27,7 +27,7 @@ from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, 
 from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, SHAPES, Setup, geometric_rate, random_prompts
 from peagle.bench.report import write_result
 from peagle.bench.stepping import Window, decode_window
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.engine import LLM
@@ -115,7 +115,7 @@ class Bench:
     """The rows of all shapes so far, and the file they go to."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, resolve_device(args.device)
+        self.args, self.device = args, resolve_engine_device(args.device)
         self.rows: dict[str, list[SavingRow]] = {}
         self._begun, self._done, self._partial = time.perf_counter(), 0, True
 
@@ -214,7 +214,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    cpu = resolve_device(args.device).type == "cpu"
+    cpu = resolve_engine_device(args.device).type == "cpu"
     args.shapes = args.shapes or (["tiny"] if cpu else ["smollm2-135m", "qwen2.5-coder-0.5b"])
     args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
     return args

@@ -28,7 +28,7 @@ class Held:
 
     seconds: float
     rss_mib: float
-    gpu_mib: float | None  # of the whole GPU
+    gpu_mib: float | None
     threads: int
     files: int  # open descriptors, connections among them
 
@@ -49,7 +49,7 @@ class Server:
         return Held(
             seconds=time.perf_counter() - self.began,
             rss_mib=int(status["VmRSS"].split()[0]) / 1024,
-            gpu_mib=_gpu_mib(),
+            gpu_mib=_gpu_mib(self.process.pid),
             threads=int(status["Threads"]),
             files=len(list((folder / "fd").iterdir())),
         )
@@ -143,11 +143,16 @@ def new_log() -> Path:
     return Path(tempfile.mkdtemp(prefix="peagle-soak-")) / "server.log"
 
 
-def _gpu_mib() -> float | None:
-    """Memory in use on the first GPU, all processes together."""
+def _gpu_mib(pid: int) -> float | None:
+    """GPU memory of a process; where the driver does not tell processes apart, what is in use on the first GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    return float(ran.stdout) if ran.returncode == 0 and ran.stdout.strip().isdigit() else None
+    own = [row.split(", ") for row in _ask(tool, "--query-compute-apps=pid,used_memory")]
+    mib = [used for owner, used in own if owner == str(pid)] or _ask(tool, "--query-gpu=memory.used", "--id=0")
+    return float(mib[0]) if mib and mib[0].isdigit() else None
+
+
+def _ask(tool: str, *query: str) -> list[str]:
+    ran = subprocess.run([tool, *query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False)
+    return ran.stdout.splitlines() if ran.returncode == 0 else []

@@ -22,7 +22,7 @@ from peagle.bench.prompt_sets import NamedSet, load_sets
 from peagle.bench.report import check_result_path, read_result, write_result
 from peagle.bench.sandbox import confinement
 from peagle.bench.settings import EvalConfig
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter, resolve_head
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.speculation import check_depth, trained_depth
@@ -53,7 +53,7 @@ def run_eval(
     if "humaneval" in config.accuracy:
         warning = f"--run-code: programs that the model wrote will run here, confined by {confinement()}"
         console.print(warning, style="yellow", markup=False, soft_wrap=True)
-    device = resolve_device(config.device)
+    device = resolve_engine_device(config.device)
     console.print(f"loading {model}", markup=False, highlight=False)
     target, drafter = _load(path, model, config, device)
     settings = {

@@ -16,7 +16,7 @@ from peagle.bench.report import write_result
 from peagle.bench.roofline import StepCost, copy_bandwidth, step_cost
 from peagle.bench.stepping import SETTLED, Decoding, Window, profile_steps
 from peagle.config import MAX_SPECULATIVE_TOKENS, ProfileConfig, SpeculativeConfig
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.models.hub import resolve_model
@@ -87,7 +87,7 @@ def run_profile(
     trace: Path | None = None,
 ) -> Measured:
     """Load, measure, print; with `out` also write a result file. Raises PeagleError where the context is too short."""
-    device = resolve_device(config.device)
+    device = resolve_engine_device(config.device)
     spec = read_spec(resolve_model(model, weights=config.load_format != "dummy"))
     length = _needed_length(config, spec, _most_drafts(speculation))
     sys.stderr.write(f"peagle: loading {model} ...\n")

@@ -9,7 +9,7 @@ from peagle.bench.datasets import PromptRow
 from peagle.bench.sweep_plan import Setup
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN, SweepConfig
 from peagle.config import EngineConfig
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters import storage
 from peagle.drafters.checkpoint import load_drafter, resolve_head
 from peagle.drafters.eagle3 import Eagle3Drafter
@@ -76,7 +76,7 @@ class EngineSource:
         *, plain: bool,
     ) -> Self:  # fmt: skip
         """Load target and heads and tokenize the prompts, in the target's chat template if it has one."""
-        device = resolve_device(config.device)
+        device = resolve_engine_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         layers = read_spec(resolve_model(model)).num_layers
         for method, head in heads.items():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
-from peagle.devices import resolve_device, resolve_dtype
+from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter, local_head
 from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
@@ -284,7 +284,7 @@ def _new_text(request: Request, *, final: bool) -> str:
 
 def _load_checked(model: str, config: EngineConfig, speculation: SpeculativeConfig | None) -> Target:
     """The target, once all is checked that can be before its weights are read, which takes a while."""
-    device = resolve_device(config.device)
+    device = resolve_engine_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     resolve_kernels(config, device)
     if speculation is not None:
