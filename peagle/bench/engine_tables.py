@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from peagle.bench.markdown import markdown_table
-
-Json = Mapping[str, Any]
+from peagle.bench.markdown import Json, figure, markdown_table, table_of
 
 
 def engine_speed(rows: Sequence[Json]) -> str:
@@ -22,9 +20,11 @@ def engine_speed(rows: Sequence[Json]) -> str:
             (
                 *engine,
                 *(_step_and_speed(of.get(concurrency)) for concurrency in at_once),
-                " ".join(_milliseconds(of.get(concurrency), "drafting_ms") for concurrency in at_once),
-                " ".join(_share(of.get(concurrency), "gpu_busy_share") for concurrency in at_once),
-                " ".join(_times(of.get(concurrency), "times_floor") for concurrency in at_once),
+                " ".join(figure(of.get(concurrency), "drafting_ms") for concurrency in at_once),
+                " ".join(
+                    figure(of.get(concurrency), "gpu_busy_share", "{:.0f} %", times=100) for concurrency in at_once
+                ),
+                " ".join(figure(of.get(concurrency), "times_floor", "{:.1f}") for concurrency in at_once),
             )
             for engine, of in lines.items()
         ],
@@ -68,18 +68,6 @@ def _step_and_speed(row: Json | None) -> str:
     if row is None:
         return ""
     return f"{row['ms_per_step']:.2f}, **{row['tokens_per_second']:,.0f}**"
-
-
-def _milliseconds(row: Json | None, key: str) -> str:
-    return "–" if row is None or row.get(key) is None else f"{row[key]:.2f}"
-
-
-def _share(row: Json | None, key: str) -> str:
-    return "–" if row is None or row[key] is None else f"{100 * row[key]:.0f} %"
-
-
-def _times(row: Json | None, key: str) -> str:
-    return "–" if row is None or row[key] is None else f"{row[key]:.1f}"
 
 
 def savings(rows: Sequence[Json]) -> str:
@@ -146,11 +134,7 @@ def _forms(triton: Json | None, torch: Json | None) -> str:
     some = triton or torch
     if some is None:
         return "–"
-    return f"**{_us(triton)}**, {_us(torch)}, {some['floor_us']:.2f}"
-
-
-def _us(row: Json | None) -> str:
-    return "–" if row is None else f"{row['us']:.1f}"
+    return f"**{figure(triton, 'us', '{:.1f}')}**, {figure(torch, 'us', '{:.1f}')}, {some['floor_us']:.2f}"
 
 
 def model_kernels(rows: Sequence[Json]) -> str:
@@ -177,21 +161,13 @@ def model_kernels(rows: Sequence[Json]) -> str:
     )
 
 
-def over_vllm(rows: Sequence[Json]) -> str:
-    """A line per shape and concurrency: the best engine of either side."""
-    header = ("shape", "requests at once", "ours", "tok/s", "vLLM's", "tok/s", "ratio")
-    return markdown_table(
-        header,
-        [
-            (
-                row["shape"],
-                str(row["concurrency"]),
-                row["ours"],
-                f"{row['ours_tokens_per_second']:,.0f}",
-                row["theirs"],
-                f"{row['theirs_tokens_per_second']:,.0f}",
-                f"**{row['ratio']:.2f}x**",
-            )
-            for row in rows
-        ],
-    )
+# A line per shape and concurrency: the best engine of either side.
+over_vllm = table_of(
+    ("shape", "{shape}"),
+    ("requests at once", "{concurrency}"),
+    ("ours", "{ours}"),
+    ("tok/s", "{ours_tokens_per_second:,.0f}"),
+    ("vLLM's", "{theirs}"),
+    ("tok/s", "{theirs_tokens_per_second:,.0f}"),
+    ("ratio", "**{ratio:.2f}x**"),
+)

@@ -1,38 +1,34 @@
 """The tables of an evaluation: the same cells on a terminal and, as Markdown, in the documents."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rich.console import Console
 
-from peagle.bench.markdown import Block, markdown_table, print_block
+from peagle.bench.markdown import Block, Cell, Column, Json, known, print_block, shares
 
-Json = Mapping[str, Any]
-Cells = tuple[str, ...]
 _FILE_WIDTH = 200
 
 
 def blocks(results: Json) -> Iterator[Block]:
     """The tables of a result file's `results`, those that have rows."""
-    for name, title, header, cells in _BLOCKS:
+    for name, title, columns in _BLOCKS:
         rows = results.get(name) or []
         if name in ("categories", "contexts") and rows:
             most = max(row["num_speculative_tokens"] for row in rows)  # the others are in the file
             rows = [row for row in rows if row["num_speculative_tokens"] == most]
             title = f"{title}, K = {most}"
         if rows and "task" not in rows[0]:
-            yield Block(title, header, [cells(row) for row in rows])
+            yield Block.of(title, columns, rows)
     marked = [row for name in ("rows", "accuracy") for row in results.get(name) or [] if "task" in row]
     if marked:
-        yield Block("Answers that are right", _ACCURACY_HEADER, [_accuracy(row) for row in marked])
+        yield Block.of("Answers that are right", _ACCURACY, marked)
 
 
 def markdown(results: Json) -> str:
     """All tables of a result file as Markdown; titles above all but the first."""
     parts = [
-        ("" if number == 0 else f"{block.title}:\n\n") + markdown_table(block.header, block.rows)
-        for number, block in enumerate(blocks(results))
+        ("" if number == 0 else f"{block.title}:\n\n") + block.markdown for number, block in enumerate(blocks(results))
     ]
     return "\n\n".join(parts)
 
@@ -59,104 +55,84 @@ def _length(row: Json) -> str:
     return f"**{row['acceptance_length']:.2f}** [{low:.2f}, {high:.2f}]"
 
 
-def _shares(row: Json, name: str) -> str:
-    return " ".join(f"{share:.2f}" for share in row[name])
-
-
-def _set(row: Json) -> Cells:
+def _part(name: str) -> tuple[Column, ...]:
+    """The columns of a part of a set: of a category, or of a bucket of contexts."""
     return (
-        row["suite"],
-        f"{row['temperature']:g}",
-        str(row["num_speculative_tokens"]),
-        _length(row),
-        f"{row['acceptance_length_without_loops']:.2f}",
-        _shares(row, "accepted_share_per_position"),
-        _shares(row, "conditional_share_per_position"),
-        str(row["prompts"]),
-        f"{row['tokens']:,}",
+        ("set", "{suite}"),
+        (name, lambda row: row[name] or "–"),
+        ("T", "{temperature:g}"),
+        ("AL [95 %]", _length),
+        ("accepted at position 1, 2, ...", shares("accepted_share_per_position")),
+        ("prompts", "{prompts}"),
+        ("rounds", "{rounds:,}"),
     )
 
 
-def _part(name: str) -> Callable[[Json], Cells]:
-    def cells(row: Json) -> Cells:
-        return (
-            row["suite"],
-            row[name] or "–",
-            f"{row['temperature']:g}",
-            _length(row),
-            _shares(row, "accepted_share_per_position"),
-            str(row["prompts"]),
-            f"{row['rounds']:,}",
-        )
-
-    return cells
+def _gap(row: Json) -> str:
+    return "–" if row["largest_gap"] is None else f"{row['largest_gap']:.2g} of {row['limit']:.2g}"
 
 
-def _lossless(row: Json) -> Cells:
-    equal = row["equal"] == row["prompts"]
-    gap = "–" if row["largest_gap"] is None else f"{row['largest_gap']:.2g} of {row['limit']:.2g}"
-    return (
-        f"K = {row['num_speculative_tokens']}",
-        f"{row['temperature']:g}",
-        f"**{row['equal']} of {row['prompts']}**",
-        f"{row['tokens_compared']:,}",
-        "–" if row["first_divergence"] is None else str(row["first_divergence"]),
-        gap,
-        "–" if equal else "yes" if row["explained"] else "**no**",
-    )
+def explained(whole: str) -> Cell:
+    """The cell that says whether rounding explains what differs of so many answers, if any do."""
+    return lambda row: "–" if row["equal"] == row[whole] else "yes" if row["explained"] else "**no**"
 
 
-def _accuracy(row: Json) -> Cells:
+def _right(row: Json) -> str:
     low, high = row["accuracy_interval"]
-    drafts = row["num_speculative_tokens"]
-    return (
-        row["task"],
-        f"K = {drafts}" if drafts else "none",
-        f"{row['correct']} of {row['prompts']}",
-        f"**{100 * row['accuracy']:.1f} %** [{100 * low:.1f}, {100 * high:.1f}]",
-        f"{row['equal_answers']} of {row['prompts']}",
-        ", ".join(f"{count} {outcome}" for outcome, count in row["outcomes"].items()),
-    )
+    return f"**{100 * row['accuracy']:.1f} %** [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _card(row: Json) -> Cells:
-    low, high = row["difference_interval"]
-    return (
-        row["suite"],
-        f"{row['temperature']:g}",
-        str(row["num_speculative_tokens"]),
-        f"{row['card']:.3f}",
-        f"{row['measured']:.3f}",
-        f"[{low:+.3f}, {high:+.3f}]",
-        "yes" if row["paired"] else "no",
-        row["verdict"],
-    )
-
-
-_PART_HEADER = ("T", "AL [95 %]", "accepted at position 1, 2, ...", "prompts", "rounds")
-_ACCURACY_HEADER = ("task", "drafts", "right", "share [95 %]", "same tokens as without", "outcomes")
-_BLOCKS: tuple[tuple[str, str, Cells, Callable[[Json], Cells]], ...] = (
+_ACCURACY: tuple[Column, ...] = (
+    ("task", "{task}"),
+    ("drafts", lambda row: f"K = {row['num_speculative_tokens']}" if row["num_speculative_tokens"] else "none"),
+    ("right", "{correct} of {prompts}"),
+    ("share [95 %]", _right),
+    ("same tokens as without", "{equal_answers} of {prompts}"),
+    ("outcomes", lambda row: ", ".join(f"{count} {outcome}" for outcome, count in row["outcomes"].items())),
+)
+_BLOCKS: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
     (
         "rows",
         "Acceptance",
         (
-            "set", "T", "K", "AL [95 %]", "AL without loops", "accepted at position 1, 2, ...",
-            "once the one before was", "prompts", "tokens",
+            ("set", "{suite}"),
+            ("T", "{temperature:g}"),
+            ("K", "{num_speculative_tokens}"),
+            ("AL [95 %]", _length),
+            ("AL without loops", "{acceptance_length_without_loops:.2f}"),
+            ("accepted at position 1, 2, ...", shares("accepted_share_per_position")),
+            ("once the one before was", shares("conditional_share_per_position")),
+            ("prompts", "{prompts}"),
+            ("tokens", "{tokens:,}"),
         ),
-        _set,
     ),
-    ("categories", "By category", ("set", "category", *_PART_HEADER), _part("category")),
-    ("contexts", "By context at the round, tokens", ("set", "context", *_PART_HEADER), _part("context")),
+    ("categories", "By category", _part("category")),
+    ("contexts", "By context at the round, tokens", _part("context")),
     (
         "lossless",
         "Answers with and without drafts",
-        ("drafts", "T", "same tokens", "tokens compared", "first difference", "largest gap", "explained by rounding"),
-        _lossless,
+        (
+            ("drafts", "K = {num_speculative_tokens}"),
+            ("T", "{temperature:g}"),
+            ("same tokens", "**{equal} of {prompts}**"),
+            ("tokens compared", "{tokens_compared:,}"),
+            ("first difference", known("first_divergence", "{}")),
+            ("largest gap", _gap),
+            ("explained by rounding", explained("prompts")),
+        ),
     ),
     (
         "card",
         "Beside the card",
-        ("set", "T", "K", "card", "measured", "difference", "by request", "verdict"),
-        _card,
+        (
+            ("set", "{suite}"),
+            ("T", "{temperature:g}"),
+            ("K", "{num_speculative_tokens}"),
+            ("card", "{card:.3f}"),
+            ("measured", "{measured:.3f}"),
+            ("difference", "[{difference_interval[0]:+.3f}, {difference_interval[1]:+.3f}]"),
+            ("by request", lambda row: "yes" if row["paired"] else "no"),
+            ("verdict", "{verdict}"),
+        ),
     ),
-)  # fmt: skip
+)

@@ -1,11 +1,15 @@
-"""Tables: as Markdown, and on a terminal."""
+"""Tables: as Markdown, and on a terminal. A column is a heading and what its cell says of a row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Json = Mapping[str, Any]
+Cell = str | Callable[[Json], str]  # a format of the row's fields, such as "{tokens:,}", or a function of the row
+Column = tuple[str, Cell]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +20,52 @@ class Block:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
+    @classmethod
+    def of(cls, title: str, columns: Sequence[Column], rows: Sequence[Json]) -> "Block":
+        """A line per row of a result."""
+        cells = [[cell.format_map(r) if isinstance(cell, str) else cell(r) for _, cell in columns] for r in rows]
+        return cls(title, [heading for heading, _ in columns], cells)
+
+    @property
+    def markdown(self) -> str:
+        """The table without its title."""
+        return markdown_table(self.header, self.rows)
+
+
+def table_of(*columns: Column, order: Callable[[Json], Any] | None = None) -> Callable[[Sequence[Json]], str]:
+    """What makes a Markdown table of rows: these columns, a line per row, sorted by `order` if that is given."""
+
+    def render(rows: Sequence[Json]) -> str:
+        return Block.of("", columns, rows if order is None else sorted(rows, key=order)).markdown
+
+    return render
+
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; every column but the first is right-aligned."""
     ruler = ["---"] + ["---:"] * (len(header) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
+
+
+def figure(row: Json | None, key: str, form: str = "{:.2f}", *, times: float = 1, missing: str = "–") -> str:
+    """A number of a row; `missing` where the row or the number is not there."""
+    value = None if row is None else row.get(key)
+    return missing if value is None else form.format(times * value)
+
+
+def known(key: str, form: str, missing: str = "–") -> Cell:
+    """The cell of a number that may be None."""
+    return lambda row: figure(row, key, form, missing=missing)
+
+
+def percent(key: str, form: str = "{:.0f} %") -> Cell:
+    """The cell of a share, in percent."""
+    return lambda row: figure(row, key, form, times=100)
+
+
+def shares(key: str) -> Cell:
+    """The cell of a share for each position."""
+    return lambda row: " ".join(f"{share:.2f}" for share in row[key])
 
 
 def print_block(console: "Console", block: Block) -> None:

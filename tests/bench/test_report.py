@@ -15,7 +15,8 @@ from peagle.bench.report import (
     read_result,
     write_result,
 )
-from peagle.bench.tables import markdown_table, render_block
+from peagle.bench.markdown import markdown_table
+from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 
 ACCEPTANCE = AcceptanceRow(
