@@ -14,14 +14,15 @@ For one head, with intervals and its card, see `peagle eval`, which counts with 
 import argparse
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, Conversation, command, first_turns
-from peagle.bench.acceptance import measure_acceptance
-from peagle.bench.report import AcceptanceRow, write_result
+from peagle.bench.acceptance import SuiteAcceptance, SuiteAnswers, Suites
+from peagle.bench.report import write_result
 from peagle.config import EngineConfig
 from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter
@@ -30,6 +31,28 @@ from peagle.engine.engine import LLM
 from peagle.models.target import Target, load_target
 
 _MOST_AT_ONCE = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceRow:
+    """Acceptance of one prompt suite at one K and temperature (result names `acceptance-*`).
+
+    The shares are unconditional: rounds in which position j was accepted / rounds. `..._without_loops` leaves out the
+    rounds inside text that repeats itself, which any drafter guesses right. `head` is named where there are several.
+    """
+
+    suite: str
+    num_speculative_tokens: int
+    temperature: float
+    acceptance_length: float
+    acceptance_length_without_loops: float
+    accepted_share_per_position: Sequence[float]
+    accepted_share_per_position_without_loops: Sequence[float]
+    looping_token_share: float
+    prompts: int
+    rounds: int
+    tokens: int
+    head: str | None = None
 
 
 def main() -> None:
@@ -83,7 +106,7 @@ def _measure(
         results = measure_acceptance(llm, suites, max_tokens=args.max_tokens, temperature=temperature)
         seconds = time.perf_counter() - start
         for suite, result in results.items():
-            row = result.row(suite, k, temperature, head)
+            row = acceptance_row(result, suite, k, temperature, head)
             print(
                 f"{'' if head is None else head + ' '}{suite} K={k} T={temperature:g}: AL {row.acceptance_length:.3f}, "
                 f"without looping text {row.acceptance_length_without_loops:.3f}, "
@@ -96,6 +119,33 @@ def _measure(
     gc.collect()  # the next engine sizes its cache by the memory that is free
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def measure_acceptance(llm: LLM, suites: Suites, *, max_tokens: int, temperature: float) -> dict[str, SuiteAcceptance]:
+    """Answer the conversations of all suites as one batch with drafts on, and count per suite what was accepted."""
+    answers = SuiteAnswers(suites)
+    answers.run(llm, max_tokens=max_tokens, temperature=temperature)
+    return answers.acceptance(llm.num_speculative_tokens)
+
+
+def acceptance_row(
+    result: SuiteAcceptance, suite: str, num_drafts: int, temperature: float, head: str | None = None
+) -> AcceptanceRow:
+    """A suite as one row; `head` names the head where a file holds several."""
+    return AcceptanceRow(
+        head=head,
+        suite=suite,
+        num_speculative_tokens=num_drafts,
+        temperature=temperature,
+        acceptance_length=round(result.every.acceptance_length, 4),
+        acceptance_length_without_loops=round(result.fresh.acceptance_length, 4),
+        accepted_share_per_position=[round(s, 4) for s in result.every.acceptance_per_position],
+        accepted_share_per_position_without_loops=[round(s, 4) for s in result.fresh.acceptance_per_position],
+        looping_token_share=round(result.looping_tokens / max(result.tokens, 1), 4),
+        prompts=result.prompts,
+        rounds=result.every.num_rounds,
+        tokens=result.tokens,
+    )
 
 
 def _label(head: Path) -> str:

@@ -6,16 +6,30 @@ Hardware: 2 cores; about ten minutes. Run it on an otherwise idle machine.
 """
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns
 from peagle.acceptance import AcceptanceStats
-from peagle.bench.report import SpeedRow, write_result
+from peagle.bench.report import write_result
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
 from peagle.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedRow:
+    """Speed with and without drafts on the same prompts in one run (result names `cpu-speed-*`)."""
+
+    num_speculative_tokens: int
+    tokens_per_second_plain: float
+    tokens_per_second: float
+    ratio: float
+    acceptance_length: float
+    prompts: int
+    tokens: int
 
 
 def main() -> None:

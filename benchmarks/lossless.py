@@ -6,12 +6,24 @@ Hardware: any; float32. On 2 CPU cores the whole grid takes about half an hour w
 """
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns
-from peagle.bench.report import LosslessRow, write_result
+from peagle.bench.report import write_result
 from peagle.engine.engine import LLM
 from peagle.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LosslessRow:
+    """How many prompts gave the same tokens with and without drafts (result names `lossless-*`)."""
+
+    num_speculative_tokens: int
+    batch_size: int
+    temperature: float
+    prompts: int
+    identical: int
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, first_turns, say_progress
 from peagle.bench.lossless import Judge, common_length
-from peagle.bench.report import DivergenceRow, LosslessSettingRow, read_result, write_result
+from peagle.bench.report import read_result, write_result
 from peagle.bench.tables import render_block
 from peagle.config import EngineConfig
 from peagle.devices import resolve_dtype, resolve_engine_device
@@ -73,6 +73,45 @@ SETTINGS = (
     Setting("all together", 3, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_3}, SCARCE, share=0.5),
     Setting("all together", 7, {**GRAPHS, **AHEAD, **CACHE, **CHUNKS_BESIDE_7}, SCARCE, share=0.5),
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LosslessSettingRow:
+    """One engine setting against plain decoding (result names `lossless-gpu-*`).
+
+    `first_divergence` is the smallest output index at which any two answers part. Two tokens at which they do are a
+    `gap` apart; every one below `limit`, twice the numerical noise in the same units, makes the row `explained`.
+    """
+
+    dtype: str
+    setting: str
+    num_speculative_tokens: int
+    temperature: float
+    requests: int
+    equal: int
+    tokens_compared: int
+    first_divergence: int | None
+    largest_gap: float | None
+    limit: float
+    explained: bool
+    preemptions: int
+    cached_tokens: int
+    acceptance_length: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergenceRow:
+    """Where an answer parts from the reference's: both tokens, -1 for none, and how far the worse is from the best."""
+
+    dtype: str
+    setting: str
+    num_speculative_tokens: int
+    temperature: float
+    request: int
+    index: int
+    tokens: Sequence[int]
+    gap: float | None
+    explained: bool
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from benchmarks.soak_requests import (
     rubbish,
 )
 from benchmarks.soak_server import Held, Server, Watch, end, new_log, slope, started
-from peagle.bench.report import SoakRow, provenance, write_result
+from peagle.bench.report import provenance, write_result
 
 _LEAVE, _RUBBISH = 0.10, 0.05  # of the clients
 _HANGS = 180.0  # seconds without a byte
@@ -52,6 +52,42 @@ _LONGEST_LINE = 1 << 22  # bytes of an event
 _FLAT_SHARE, _FLAT_MIB = 0.02, 24.0  # what memory may grow by over the later half
 _SPARE_FILES = 4  # open ones, more than before
 _MOST_PROBLEMS = 40  # kept word for word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoakRow:
+    """A server under load for minutes (result names `soak-*`). Pairs are before and after, both at rest.
+
+    `different` counts requests whose answer was not that of the reference, `lost_or_doubled` those among them that run
+    on alike after a gap or a repetition. `answers_ended` is the server's count, `answers_accounted` whether it fits the
+    clients'. Slopes are over the later half.
+    """
+
+    concurrency: int
+    minutes: float
+    requests: int
+    streamed: int
+    answers: int
+    tokens: int
+    left: int
+    rubbish: int
+    refused: int
+    different: int
+    lost_or_doubled: int
+    failed: int
+    answers_ended: int
+    answers_accounted: bool
+    kv_usage_after: float
+    idle_after: bool
+    preemptions: int
+    rss_mib: tuple[float, float] | None
+    rss_mib_per_minute: float | None
+    gpu_mib: tuple[float, float] | None
+    gpu_mib_per_minute: float | None
+    open_files: tuple[int, int] | None
+    threads: tuple[int, int] | None
+    exit_status: int | None
+    passed: bool
 
 
 @dataclass(slots=True)

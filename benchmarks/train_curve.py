@@ -14,10 +14,26 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import RESULTS, command
-from peagle.bench.report import CurveRow, read_result, write_result
+from peagle.bench.report import read_result, write_result
 from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 from peagle.training.plots import EvaluationPoint, read_log
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurveRow:
+    """The last evaluation of a training run within a budget of positions or seconds (result names `train-curve*`).
+
+    `acceptance_length` is that of decoding held-out prompts; the implied one comes from the held-out text's chains.
+    """
+
+    run: str
+    budget: str
+    step: int
+    positions: int
+    seconds: float
+    acceptance_length: float
+    implied_acceptance_length: float | None
 
 
 @dataclass(frozen=True, slots=True)

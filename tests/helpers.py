@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from peagle.models.layers import Attend
+from peagle.models.layers import Attend, RMSNorm
+from peagle.models.moe import PackedExperts
 
 
 def causal_attend(lengths: Sequence[int]) -> Attend:
@@ -25,3 +26,19 @@ def causal_attend(lengths: Sequence[int]) -> Attend:
         return torch.einsum("nqk,knd->qnd", weights_NRR, v_RND)
 
     return attend
+
+
+@torch.no_grad()
+def random_weights(model: nn.Module, seed: int) -> None:
+    """Fill all parameters with small random values that keep activations near unit size."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, PackedExperts):
+            module.draw(module.inputs**-0.5, generator)
+        for parameter in module.parameters(recurse=False):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                noise *= parameter.shape[-1] ** -0.5
+            else:  # norms and biases vary too, so that a test notices when one is left out
+                noise = 0.1 * noise + (1.0 if isinstance(module, RMSNorm) else 0.0)
+            parameter.copy_(noise)

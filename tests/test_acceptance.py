@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.acceptance import acceptance_row
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.acceptance import SuiteAcceptance, looping_tokens
 from peagle.engine.request import RequestOutput
@@ -71,7 +72,7 @@ def test_rounds_that_begin_in_looping_text_are_left_out():
         stats.record(accepted, 2)
     suite = SuiteAcceptance()
     suite.add(RequestOutput("", [], "", tokens, "length", stats, rounds, 1.0), num_drafts=2)
-    row = suite.row("suite", 2, 0.0)
+    row = acceptance_row(suite, "suite", 2, 0.0)
     assert row.acceptance_length == 1 + 5 / 4
     assert row.acceptance_length_without_loops == 1 + 2 / 2
     assert row.looping_token_share == 9 / 40

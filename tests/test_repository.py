@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from peagle.bench.report import AcceptanceRow, read_result, write_result
+from benchmarks.acceptance import AcceptanceRow
+from peagle.bench.report import read_result, write_result
 from peagle.cli import app
 from peagle.help import EXAMPLES
 

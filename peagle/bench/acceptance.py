@@ -6,7 +6,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from peagle.acceptance import AcceptanceStats
-from peagle.bench.report import AcceptanceRow
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
 from peagle.models.tokenizer import render_chat
@@ -58,23 +57,6 @@ class SuiteAcceptance:
                 accepted=tuple(accepted for _, accepted in output.rounds),
                 looping=tuple(looping[index] for index, _ in output.rounds),
             )
-        )
-
-    def row(self, suite: str, num_drafts: int, temperature: float, head: str | None = None) -> AcceptanceRow:
-        """The suite as one row of a result file; `head` names the head where a file holds several."""
-        return AcceptanceRow(
-            head=head,
-            suite=suite,
-            num_speculative_tokens=num_drafts,
-            temperature=temperature,
-            acceptance_length=round(self.every.acceptance_length, 4),
-            acceptance_length_without_loops=round(self.fresh.acceptance_length, 4),
-            accepted_share_per_position=[round(s, 4) for s in self.every.acceptance_per_position],
-            accepted_share_per_position_without_loops=[round(s, 4) for s in self.fresh.acceptance_per_position],
-            looping_token_share=round(self.looping_tokens / max(self.tokens, 1), 4),
-            prompts=self.prompts,
-            rounds=self.every.num_rounds,
-            tokens=self.tokens,
         )
 
 
@@ -144,10 +126,3 @@ class SuiteAnswers:
             for output in outputs:
                 results[name].add(output, num_drafts)
         return results
-
-
-def measure_acceptance(llm: LLM, suites: Suites, *, max_tokens: int, temperature: float) -> dict[str, SuiteAcceptance]:
-    """Answer the conversations of all suites as one batch with drafts on, and count per suite what was accepted."""
-    answers = SuiteAnswers(suites)
-    answers.run(llm, max_tokens=max_tokens, temperature=temperature)
-    return answers.acceptance(llm.num_speculative_tokens)

@@ -1,8 +1,8 @@
 """Result files and the tables made from them.
 
 A result is one JSON file: `name`, `created` (UTC), `machine`, `versions`, `settings` (whatever it takes to run it
-again, the command included) and `results` ({"rows": [...]}, one of the row classes below per row). Every number the
-README shows is rendered from such a file (`peagle.bench.tables`).
+again, the command included) and `results` ({"rows": [...]}, for each row a dataclass of what measured it). Every
+number the README shows is rendered from such a file (`peagle.bench.tables`).
 """
 
 import json
@@ -10,9 +10,9 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -28,143 +28,6 @@ _RESULT_REMEDY = "give a file that peagle wrote, with --out or --save-result"
 
 # A list of numbers over several lines; JSON has no line break inside a text, so this is never part of one.
 _NUMBERS = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AcceptanceRow:
-    """Acceptance of one prompt suite at one K and temperature (result names `acceptance-*`).
-
-    The shares are unconditional: rounds in which position j was accepted / rounds. `..._without_loops` leaves out the
-    rounds inside text that repeats itself, which any drafter guesses right. `head` is named where there are several.
-    """
-
-    suite: str
-    num_speculative_tokens: int
-    temperature: float
-    acceptance_length: float
-    acceptance_length_without_loops: float
-    accepted_share_per_position: Sequence[float]
-    accepted_share_per_position_without_loops: Sequence[float]
-    looping_token_share: float
-    prompts: int
-    rounds: int
-    tokens: int
-    head: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedRow:
-    """Speed with and without drafts on the same prompts in one run (result names `cpu-speed-*`)."""
-
-    num_speculative_tokens: int
-    tokens_per_second_plain: float
-    tokens_per_second: float
-    ratio: float
-    acceptance_length: float
-    prompts: int
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LosslessRow:
-    """How many prompts gave the same tokens with and without drafts (result names `lossless-*`)."""
-
-    num_speculative_tokens: int
-    batch_size: int
-    temperature: float
-    prompts: int
-    identical: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LosslessSettingRow:
-    """One engine setting against plain decoding (result names `lossless-gpu-*`).
-
-    `first_divergence` is the smallest output index at which any two answers part. Two tokens at which they do are a
-    `gap` apart; every one below `limit`, twice the numerical noise in the same units, makes the row `explained`.
-    """
-
-    dtype: str
-    setting: str
-    num_speculative_tokens: int
-    temperature: float
-    requests: int
-    equal: int
-    tokens_compared: int
-    first_divergence: int | None
-    largest_gap: float | None
-    limit: float
-    explained: bool
-    preemptions: int
-    cached_tokens: int
-    acceptance_length: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DivergenceRow:
-    """Where an answer parts from the reference's: both tokens, -1 for none, and how far the worse is from the best."""
-
-    dtype: str
-    setting: str
-    num_speculative_tokens: int
-    temperature: float
-    request: int
-    index: int
-    tokens: Sequence[int]
-    gap: float | None
-    explained: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CurveRow:
-    """The last evaluation of a training run within a budget of positions or seconds (result names `train-curve*`).
-
-    `acceptance_length` is that of decoding held-out prompts; the implied one comes from the held-out text's chains.
-    """
-
-    run: str
-    budget: str
-    step: int
-    positions: int
-    seconds: float
-    acceptance_length: float
-    implied_acceptance_length: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SoakRow:
-    """A server under load for minutes (result names `soak-*`). Pairs are before and after, both at rest.
-
-    `different` counts requests whose answer was not that of the reference, `lost_or_doubled` those among them that run
-    on alike after a gap or a repetition. `answers_ended` is the server's count, `answers_accounted` whether it fits the
-    clients'. Slopes are over the later half.
-    """
-
-    concurrency: int
-    minutes: float
-    requests: int
-    streamed: int
-    answers: int
-    tokens: int
-    left: int
-    rubbish: int
-    refused: int
-    different: int
-    lost_or_doubled: int
-    failed: int
-    answers_ended: int
-    answers_accounted: bool
-    kv_usage_after: float
-    idle_after: bool
-    preemptions: int
-    rss_mib: tuple[float, float] | None
-    rss_mib_per_minute: float | None
-    gpu_mib: tuple[float, float] | None
-    gpu_mib_per_minute: float | None
-    open_files: tuple[int, int] | None
-    threads: tuple[int, int] | None
-    exit_status: int | None
-    passed: bool
 
 
 def provenance() -> dict[str, Any]:
@@ -194,32 +57,32 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json, whe
     document = {"name": name, "created": created, **(where or provenance()), "settings": settings, "results": results}
     text = json.dumps(document, indent=2, ensure_ascii=False, default=_as_json) + "\n"
     text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _partial(path) as partial:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise PeagleError(
-            f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"
-        ) from None
 
 
 def check_result_path(path: Path) -> None:
     """Raise PeagleError where a result could not be written, before it takes hours to have one."""
-    probe = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _partial(path) as probe:
         if path.is_dir():
             raise PeagleError(f"the result {path} is a folder: give the name of a file in it")
         probe.touch()
-        probe.unlink()
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """A file beside `path`, in a folder that is there, to become it; what is left of it goes. Raises PeagleError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
     except OSError as error:
-        raise PeagleError(
-            f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"
-        ) from None
+        message = f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"
+        raise PeagleError(message) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def read_result(path: Path | str) -> dict[str, Any]:

@@ -137,22 +137,6 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def random_weights(model: nn.Module, seed: int) -> None:
-    """Fill all parameters with small random values that keep activations near unit size. For tests and dry runs."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, PackedExperts):
-            module.draw(module.inputs**-0.5, generator)
-        for parameter in module.parameters(recurse=False):
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                noise *= parameter.shape[-1] ** -0.5
-            else:  # norms and biases vary too, so that a test notices when one is left out
-                noise = 0.1 * noise + (1.0 if isinstance(module, RMSNorm) else 0.0)
-            parameter.copy_(noise)
-
-
-@torch.no_grad()
 def dummy_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> TargetModel:
     """A frozen model with random weights, drawn on `device`, for benchmarks: no file is read.
 

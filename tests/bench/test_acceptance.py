@@ -2,7 +2,8 @@
 
 import pytest
 
-from peagle.bench.acceptance import SuiteAcceptance, measure_acceptance
+from benchmarks.acceptance import measure_acceptance
+from peagle.bench.acceptance import SuiteAcceptance
 from peagle.engine.engine import LLM
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import tiny_llm

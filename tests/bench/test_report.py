@@ -5,17 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.bench.report import (
-    AcceptanceRow,
-    CurveRow,
-    LosslessRow,
-    LosslessSettingRow,
-    SpeedRow,
-    provenance,
-    read_result,
-    write_result,
-)
+from benchmarks.acceptance import AcceptanceRow
+from benchmarks.cpu_speed import SpeedRow
+from benchmarks.lossless import LosslessRow
+from benchmarks.lossless_gpu import LosslessSettingRow
+from benchmarks.train_curve import CurveRow
 from peagle.bench.markdown import markdown_table
+from peagle.bench.report import provenance, read_result, write_result
 from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 

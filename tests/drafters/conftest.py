@@ -10,7 +10,7 @@ from peagle.drafters.vocab import offsets
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
-from peagle.models.weights import random_weights
+from tests.helpers import random_weights
 
 SPEC = ModelSpec(
     family="llama", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=6, num_heads=4, num_kv_heads=2,

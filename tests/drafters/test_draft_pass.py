@@ -19,8 +19,8 @@ from peagle.kernels.paged_attention import plan_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.models.layers import Attend, use_kernels
 from peagle.models.packing import pack_linears
-from peagle.models.weights import random_weights
 from tests.drafters.conftest import CONFIG
+from tests.helpers import random_weights
 from tests.kernels.conftest import numpy_scalars  # noqa: F401, a fixture
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 

@@ -14,10 +14,10 @@ from peagle.drafters.inspect import inspect_head
 from peagle.drafters.p_eagle import PEagleDrafter, drafter_for
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
-from peagle.models.weights import random_weights
 from tests.drafters.conftest import CONFIG, SPEC
 from tests.drafters.files import edit_config, edit_tensors, logits, read_json, read_tensors
 from tests.drafters.test_checkpoint import PLAIN_KEYS
+from tests.helpers import random_weights
 
 EAGLE3 = replace(CONFIG, mask_token_id=None)
 

@@ -10,9 +10,8 @@ from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.init import new_drafter
 from peagle.drafters.warm_start import load_start, warm_drafter
 from peagle.errors import PeagleError
-from peagle.models.weights import random_weights
 from tests.drafters.conftest import CONFIG, DRAFT_IDS, SPEC, make_drafter, make_target
-from tests.helpers import causal_attend
+from tests.helpers import causal_attend, random_weights
 
 # An architecture that no flag of a run could ask for, and no fresh head has.
 EAGLE3 = replace(

@@ -15,9 +15,9 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec, YarnScaling
 from peagle.models.spec import ModelSpec, MoESpec
 from peagle.models.target import Target
-from peagle.models.weights import random_weights
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import force_drafts, random_prompts, tiny_spec, tiny_tokenizer
+from tests.helpers import random_weights
 from tests.kernels.conftest import bfloat16_products, numpy_scalars, rounded_bfloat16, wide_tiles  # noqa: F401, fixtures
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 

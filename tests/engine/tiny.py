@@ -23,7 +23,7 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
 from peagle.models.target import Target
-from peagle.models.weights import random_weights
+from tests.helpers import random_weights
 
 EOS = 1
 

@@ -14,8 +14,8 @@ from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.rope_write import rope_write
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies, use_kernels
-from peagle.models.weights import random_weights
 from tests.engine.tiny import tiny_spec
+from tests.helpers import random_weights
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 

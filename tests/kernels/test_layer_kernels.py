@@ -15,11 +15,10 @@ from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.swiglu import silu_mul
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies, use_kernels
-from peagle.models.weights import random_weights
 from peagle.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.tiny import tiny_spec
-from tests.helpers import causal_attend
+from tests.helpers import causal_attend, random_weights
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -10,8 +10,8 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
 from peagle.models.target import read_spec
-from peagle.models.weights import empty_model, load_model, random_weights
-from tests.helpers import causal_attend
+from peagle.models.weights import empty_model, load_model
+from tests.helpers import causal_attend, random_weights
 from tests.models.tiny import VARIANTS, hf_model
 
 CPU = torch.device("cpu")

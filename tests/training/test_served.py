@@ -18,12 +18,12 @@ from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.models.decoder import TargetModel
 from peagle.models.target import Target
-from peagle.models.weights import random_weights
 from peagle.sampling import SamplingParams
 from peagle.training import trainer as trainer_module
 from peagle.training.served import held_out_prompts, read_best, serve
 from peagle.training.trainer import Trainer, TrainResult, train_head
 from tests.engine.tiny import random_prompts, tiny_spec, tiny_tokenizer
+from tests.helpers import random_weights
 from tests.training.tiny_drafter import Document
 from tests.training.tiny_run import documents, recipe, tiny_target
 

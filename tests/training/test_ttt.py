@@ -13,12 +13,11 @@ from peagle.engine.engine import LLM
 from peagle.engine.request import Request
 from peagle.errors import PeagleError
 from peagle.models.layers import RopeSpec
-from peagle.models.weights import random_weights
 from peagle.sampling import SamplingParams
 from peagle.training.rows import Rows
 from peagle.training.ttt import ttt_hidden
 from tests.engine.tiny import drafts_of, random_prompts, tiny_parts
-from tests.helpers import causal_attend
+from tests.helpers import causal_attend, random_weights
 
 VOCAB, K = 50, 4
 LENGTHS = (7, 1, 2, 9)  # positions of the packed documents
