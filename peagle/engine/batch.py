@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.scheduler import Chunk
+from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SlotState
 from peagle.engine.transfer import to_device
 from peagle.kernels.draft_layout import kv_slots
@@ -71,15 +72,14 @@ class Rows:
         state: SlotState,
         slot_B: Tensor,
         num_drafts: int,
-        block_size: int,
-        max_model_len: int,
+        sizes: EngineSizes,
         host: HostShape | None,
         backend: str,
     ) -> Self:
         """Last token and drafts of each slot, at the positions where the device stands; slot -1 is padding."""
         r = verify_rows(
             state.last_token, state.num_computed, state.drafts, state.tables, slot_B,
-            num_drafts=num_drafts, block_size=block_size, max_model_len=max_model_len, backend=backend,
+            num_drafts=num_drafts, block_size=sizes.block_size, max_model_len=sizes.max_model_len, backend=backend,
         )  # fmt: skip
         width = num_drafts + 1
         start_B1 = torch.arange(0, (len(slot_B) + 1) * width, width, device=slot_B.device)
@@ -99,9 +99,7 @@ class Rows:
         )
 
     @classmethod
-    def of_prompts(
-        cls, chunks: Sequence[Chunk], state: SlotState, block_size: int, max_model_len: int, backend: str
-    ) -> Self:
+    def of_prompts(cls, chunks: Sequence[Chunk], state: SlotState, sizes: EngineSizes, backend: str) -> Self:
         """Chunks of prompts; what follows each chunk's last token is known unless the chunk is the last."""
         slot_B = np.array([c.request.slot for c in chunks])
         first_B = np.array([c.first for c in chunks])
@@ -114,11 +112,12 @@ class Rows:
         arrays = (slot_B, np.concatenate(ids), request_T, positions_T, start_B1, first_B, next_B)
         slot, ids_T, request, positions, start, first, next_prompt = to_device(arrays, state.tables.device)
         tables_BN = state.tables[slot]
+        slots_T = kv_slots(tables_BN, request, positions, sizes.block_size, sizes.max_model_len, backend=backend)
         return cls(
             slot_B=slot,
             ids_T=ids_T,
             positions_T=positions,
-            kv_slots_T=kv_slots(tables_BN, request, positions, block_size, max_model_len, backend=backend),
+            kv_slots_T=slots_T,
             last_keys_T=positions,
             start_B1=start,
             first_B=first,

@@ -1,19 +1,21 @@
 """From a loaded target and head to an `EngineCore`: sizes, memory, caches, kernels."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from peagle.config import EngineConfig
 from peagle.drafters.draft_pass import DraftSavings
-from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
+from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.block_pool import BlockPool
 from peagle.engine.core import EngineCore
 from peagle.engine.graphs import bucket_sizes
 from peagle.engine.kv_cache import PagedCache
-from peagle.engine.memory import plan_memory
+from peagle.engine.memory import EngineLoad, plan_memory
 from peagle.engine.scheduler import Scheduler
+from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SlotState
 from peagle.engine.speculation import draft_counts
 from peagle.engine.step import DraftSide, SpeculativeStep
@@ -54,41 +56,35 @@ def build_core(
             use_kernels(module, kernels)
             if pack and device.type == "cpu":
                 pack_linears(module)
-    draft_config = drafter.config if drafter is not None else None
+    load = EngineLoad(config, spec, drafter.config if drafter else None, most_drafts, weight.dtype)
     num_graphs = len(bucket_sizes(config.max_num_seqs)) * len(draft_counts(most_drafts)) * _MODES + _SINGLES
-    memory = plan_memory(
-        config, spec, draft_config, most_drafts, dtype=weight.dtype, device=device, num_graphs=num_graphs
-    )  # fmt: skip
+    memory = plan_memory(load, device, num_graphs=num_graphs)
     _log.info("%s", memory.describe())
-    max_model_len = memory.max_model_len
+    sizes = EngineSizes(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        max_model_len=memory.max_model_len,
+    )
     num_slots = (memory.num_blocks + 1) * config.block_size  # block 0 is the null block
-    state = SlotState(config.max_num_seqs, most_drafts, -(-max_model_len // config.block_size), device)
+    cache = partial(PagedCache, num_slots=num_slots, dtype=weight.dtype, device=device, kernels=kernels)
     step = SpeculativeStep(
         target.model,
-        _cache(spec, num_slots, weight, kernels, spec.windows, target.model.sinks),
-        _draft_side(drafter, num_slots, weight, kernels, most_drafts, savings),
-        state,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
+        cache(spec, windows=spec.windows, sinks=target.model.sinks),
+        None if drafter is None else _draft_side(drafter, cache, most_drafts, savings),
+        SlotState(sizes.max_num_seqs, most_drafts, sizes.blocks_for(sizes.max_model_len), device),
+        sizes=sizes,
         attention=config.attention,
         kernels=kernels,
         synthetic=None if synthetic_rates is None else SyntheticLengths(synthetic_rates, device),
     )
-    scheduler = Scheduler(
-        BlockPool(memory.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-    )
+    pool = BlockPool(memory.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     on_cuda = device.type == "cuda"
     return EngineCore(
         step,
-        scheduler,
+        Scheduler(pool, sizes),
         most_drafts,
-        max_num_seqs=config.max_num_seqs,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
+        sizes=sizes,
         device=device,
         kernels=kernels,
         graphs=config.graphs and on_cuda,
@@ -116,40 +112,12 @@ def check_max_model_len(asked: int | None, spec: ModelSpec) -> None:
         raise PeagleError(f"max_model_len is {asked}: it must be at most the target's context, {context} tokens")
 
 
-def _cache(
-    sizes: ModelSpec | DrafterConfig,
-    num_slots: int,
-    weight: torch.Tensor,
-    kernels: str,
-    windows: Sequence[int | None] | None = None,
-    sinks: Sequence[torch.Tensor | None] | None = None,
-) -> PagedCache:
-    return PagedCache(
-        sizes.num_layers,
-        sizes.num_kv_heads,
-        sizes.head_dim,
-        num_slots,
-        dtype=weight.dtype,
-        device=weight.device,
-        windows=windows,
-        sinks=sinks,
-        kernels=kernels,
-    )
-
-
 def _draft_side(
-    drafter: Eagle3Drafter | None,
-    num_slots: int,
-    weight: torch.Tensor,
-    kernels: str,
-    most_drafts: int,
-    savings: DraftSavings | None,
-) -> DraftSide | None:
-    if drafter is None:
-        return None
-    _check_windows(drafter.config.windows, most_drafts)
-    cache = _cache(drafter.config, num_slots, weight, kernels, drafter.config.windows)
-    return DraftSide.of(drafter, cache, savings)
+    drafter: Eagle3Drafter, cache: Callable[..., PagedCache], most_drafts: int, savings: DraftSavings | None
+) -> DraftSide:
+    windows = drafter.config.windows
+    _check_windows(windows, most_drafts)
+    return DraftSide.of(drafter, cache(drafter.config, windows=windows), savings)
 
 
 def _check_windows(windows: Sequence[int | None], num_drafts: int) -> None:

@@ -21,6 +21,7 @@ from peagle.engine.graphs import DecodeGraphs, bucket_sizes
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler
+from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import FixedK, KPolicy
 from peagle.engine.step import SpeculativeStep
@@ -53,9 +54,7 @@ class EngineCore:
         scheduler: Scheduler,
         num_drafts: int,
         *,
-        max_num_seqs: int,
-        block_size: int,
-        max_model_len: int,
+        sizes: EngineSizes,
         device: torch.device,
         kernels: str,
         graphs: bool,
@@ -70,12 +69,12 @@ class EngineCore:
         self.scheduler, self._speculative = scheduler, step
         self.policy: KPolicy = FixedK(num_drafts)
         self._state = step.state
-        self._block_size, self.max_model_len = block_size, max_model_len
+        self.max_num_seqs, self.max_model_len, self._sizes = sizes.max_num_seqs, sizes.max_model_len, sizes
         self._kernels, self._steps_ahead, self._has_drafter = kernels, steps_ahead, has_drafter
-        self.device, self.max_num_seqs = device, max_num_seqs
+        self.device = device
         self._graphs = None
         if kernels == "triton":
-            self._graphs = DecodeGraphs(self._verify, max_num_seqs, device, enabled=graphs, max_graphs=max_graphs)
+            self._graphs = DecodeGraphs(self._verify, self.max_num_seqs, device, enabled=graphs, max_graphs=max_graphs)
         self._launched: deque[_Launched] = deque()
         self._step = 0
 
@@ -201,7 +200,7 @@ class EngineCore:
         Where a later step may draft, the drafter sees every prompt: what it has not seen it could never read.
         """
         num_drafts = max(num_drafts, min(self.policy.max_drafts, 1))
-        rows = Rows.of_prompts(chunks, self._state, self._block_size, self.max_model_len, self._kernels)
+        rows = Rows.of_prompts(chunks, self._state, self._sizes, self._kernels)
         lines = [(line, chunk.request) for line, chunk in enumerate(chunks) if chunk.is_last]
         write_masks(self._state, [request for _, request in lines], 0)
         out = self._speculative.run(rows, num_drafts, SamplingMode.of(request for _, request in lines))
@@ -241,9 +240,7 @@ class EngineCore:
         return self._verify(torch.from_numpy(slots).to(self.device), num_drafts, mode, host)
 
     def _verify(self, slot_B: Tensor, num_drafts: int, mode: SamplingMode, host: HostShape | None = None) -> StepOutput:
-        rows = Rows.to_verify(
-            self._state, slot_B, num_drafts, self._block_size, self.max_model_len, host, self._kernels
-        )
+        rows = Rows.to_verify(self._state, slot_B, num_drafts, self._sizes, host, self._kernels)
         return self._speculative.run(rows, num_drafts, mode)
 
     def _note_drafter(self, request: Request, num_drafts: int) -> None:

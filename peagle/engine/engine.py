@@ -226,21 +226,9 @@ class LLM:
         `marks` in the place of some special tokens."""
         if not isinstance(params, SamplingParams):
             raise PeagleError(f"the sampling params of prompt {index} are {params!r}: give a SamplingParams")
-        is_text = isinstance(prompt, str)
-        ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else _token_ids(prompt, index)
-        room = self.max_model_len - len(ids)
-        vocab = self.target.spec.vocab_size
-        if not ids:
-            raise PeagleError(f"prompt {index} is empty: give at least one token")
-        if room < 1:
-            raise PeagleError(
-                f"prompt {index} has {len(ids)} tokens: the context of {self.max_model_len} leaves no room for an "
-                "answer; shorten it"
-            )
-        if not is_text and not all(0 <= i < vocab for i in ids):
-            raise PeagleError(f"prompt {index} holds a token id outside 0 .. {vocab - 1}")
+        vocab, eos = self.target.spec.vocab_size, () if params.ignore_eos else self.target.spec.eos_token_ids
+        ids = self._prompt_ids(prompt, index)
         params.check_vocabulary(vocab)
-        eos = () if params.ignore_eos else self.target.spec.eos_token_ids
         request = Request(
             index=index,
             prompt=prompt if isinstance(prompt, str) else "",
@@ -248,7 +236,7 @@ class LLM:
             params=params,
             seed=params.seed if params.seed is not None else int(self._rng.integers(2**63)),
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids),
-            max_tokens=min(params.max_tokens, room),
+            max_tokens=min(params.max_tokens, self.max_model_len - len(ids)),
             stream=_stream(self.tokenizer, params, streamed, marks or {}),
         )
         if params.penalised:
@@ -259,6 +247,21 @@ class LLM:
             request.matcher = self.grammars.matcher(params.structured_outputs)
             self.core.keep_masks(vocab)
         return request
+
+    def _prompt_ids(self, prompt: str | Sequence[int], index: int) -> list[int]:
+        """The tokens of a prompt: some, of the target's vocabulary, with room for an answer. Raises PeagleError."""
+        vocab, is_text = self.target.spec.vocab_size, isinstance(prompt, str)
+        ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else _token_ids(prompt, index)
+        if not ids:
+            raise PeagleError(f"prompt {index} is empty: give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise PeagleError(
+                f"prompt {index} has {len(ids)} tokens: the context of {self.max_model_len} leaves no room for an "
+                "answer; shorten it"
+            )
+        if not is_text and not all(0 <= i < vocab for i in ids):
+            raise PeagleError(f"prompt {index} holds a token id outside 0 .. {vocab - 1}")
+        return ids
 
 
 def _token_ids(prompt: object, index: int) -> list[int]:

@@ -13,6 +13,7 @@ from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
 from peagle.kernels.paged_attention import AttentionPlan, paged_attention
 from peagle.kernels.rope import HeadNorms
 from peagle.kernels.rope_write import rope_write
+from peagle.models.spec import LayerSizes
 
 
 class PagedCache:
@@ -24,9 +25,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
+        sizes: LayerSizes,
         num_slots: int,
         *,
         dtype: torch.dtype,
@@ -36,9 +35,9 @@ class PagedCache:
         kernels: str = "torch",
     ) -> None:
         self.kernels = kernels
-        self.windows = (None,) * layers if windows is None else tuple(windows)
-        self.sinks = (None,) * layers if sinks is None else tuple(sinks)
-        shape = (layers, kv_heads, num_slots + 1, head_dim)
+        self.windows = (None,) * sizes.num_layers if windows is None else tuple(windows)
+        self.sinks = (None,) * sizes.num_layers if sinks is None else tuple(sinks)
+        shape = (sizes.num_layers, sizes.num_kv_heads, num_slots + 1, sizes.head_dim)
         try:
             # Zeroed, for a drafter that sat out some steps reads what it never wrote. Not on the host, which gets
             # zeroed pages anyway and pays only for those it touches.
@@ -52,9 +51,9 @@ class PagedCache:
             ) from error
 
     @staticmethod
-    def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_slot(sizes: LayerSizes, dtype: torch.dtype) -> int:
         """Bytes one token takes."""
-        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+        return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
 
     def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> "PagedAttend":
         """An `Attend` that first writes the new rows' keys and values, then attends over the cache."""

@@ -80,40 +80,95 @@ class MemoryReport:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine runs and how, as far as memory depends on it. `num_drafts` is the largest K."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    drafter: DrafterConfig | None
+    num_drafts: int
+    dtype: torch.dtype
+
+    @property
+    def context(self) -> int:
+        """The `max_model_len` asked for, or the target's own."""
+        return self.config.max_model_len or self.spec.max_position_embeddings
+
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token, the target's and the drafter's."""
+        both = (self.spec, self.drafter) if self.drafter is not None else (self.spec,)
+        return sum(PagedCache.bytes_per_slot(sizes, self.dtype) for sizes in both)
+
+    def activation_bytes(self) -> int:
+        """Most memory that a step takes beside weights and caches: a pass over prompts or a decode step, whichever is
+        larger, with a margin."""
+        seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        prompts = min(seqs, tokens)  # whose chunks end in the pass
+        return int(_SAFETY * max(self._step_bytes(tokens, prompts, prompts), self._decode_bytes())) + _WORKSPACE
+
+    def slot_bytes(self) -> int:
+        """What is kept for each slot once a request has penalties or a grammar, which any may have."""
+        slots, vocab = self.config.max_num_seqs, self.spec.vocab_size
+        return TokenHistory.num_bytes(slots, vocab) + TokenMasks.num_bytes(slots, self.num_drafts + 1, vocab)
+
+    def graph_bytes(self, num_graphs: int) -> int:
+        """Memory of captured decode steps. Their activations lie in a pool that only graphs use and all of them share,
+        as large as the largest step takes, what attention splits its keys into included; each graph adds its kernels'
+        parameters."""
+        layers = self.spec.num_layers
+        if self.drafter is not None:
+            layers += self.drafter.num_layers * (1 if self.drafter.parallel else self.num_drafts)
+        own = num_graphs * layers * _GRAPH_BYTES_PER_LAYER
+        return int(_SAFETY * self._decode_bytes()) + most_scratch_bytes(self.context, self.spec.head_dim) + own
+
+    def _decode_bytes(self) -> int:
+        rows = self.config.max_num_seqs * (self.num_drafts + 1)
+        return self._step_bytes(rows, rows, self.config.max_num_seqs)
+
+    def _step_bytes(self, rows: int, logit_rows: int, requests: int) -> int:
+        """Peak of a step's phases, which follow each other: target, its logits, drafter, its logits. Taps outlive the
+        first, and stand twice where they are joined."""
+        spec, drafter, item = self.spec, self.drafter, self.dtype.itemsize
+        per_logit = item + _SAMPLING_BYTES["torch" if self.config.kernels == "torch" else "triton"]
+        target = _layer_bytes(spec, rows, item)
+        logits = rows * spec.hidden_size * item + logit_rows * spec.vocab_size * per_logit
+        logits += scratch_bytes(rows, spec.vocab_size, item)  # any step may be asked for log-probabilities
+        if drafter is None or self.num_drafts == 0:
+            return max(target, logits)
+        taps = rows * drafter.feature_size * item
+        draft_rows = rows + requests * (self.num_drafts - 1 if drafter.parallel else 0)
+        inputs = 6 * draft_rows * drafter.hidden_size * item  # embeddings and features, their norms, the two joined
+        drafts = requests * (self.num_drafts if drafter.parallel else 1)
+        draft_logits = drafts * drafter.draft_vocab_size * per_logit
+        return max(
+            2 * taps + target,
+            taps + logits,
+            taps + inputs + max(taps, _layer_bytes(drafter, draft_rows, item)),
+            taps + inputs + draft_logits,
+        )
+
+
 def plan_memory(
-    config: EngineConfig,
-    spec: ModelSpec,
-    drafter: DrafterConfig | None,
-    num_drafts: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_graphs: int = 64,
-    memory: DeviceMemory | None = None,
+    load: EngineLoad, device: torch.device, num_graphs: int = 64, memory: DeviceMemory | None = None
 ) -> MemoryReport:
     """Blocks for `max_num_seqs` full-length requests, or as many as fit if that is less.
 
-    Call it after the weights are loaded and before the caches are made; `num_drafts` is the largest K, `num_graphs` how
-    many steps may be captured, `memory` stands in for the device's in tests. Raises PeagleError with the remedy when no
-    block fits, or fewer tokens than a `max_model_len` that was asked for.
+    Call it after the weights are loaded and before the caches are made; `num_graphs` is how many steps may be captured,
+    `memory` stands in for the device's in tests. Raises PeagleError with the remedy when no block fits, or fewer tokens
+    than a `max_model_len` that was asked for.
     """
-    memory = DeviceMemory.of(device) if memory is None else memory
+    memory, config = memory or DeviceMemory.of(device), load.config
     on_gpu = device.type == "cuda"
-    context = config.max_model_len or spec.max_position_embeddings
-    per_token = PagedCache.bytes_per_slot(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    if drafter is not None:
-        per_token += PagedCache.bytes_per_slot(drafter.num_layers, drafter.num_kv_heads, drafter.head_dim, dtype)
     budget = int(memory.total * (config.gpu_memory_utilization if on_gpu else _SHARE_OF_HOST))
     in_use = memory.total - memory.free
-    activations = 0
-    if on_gpu:
-        activations = activation_bytes(spec, drafter, config, num_drafts, dtype) + slot_bytes(spec, config, num_drafts)
-    graphs = graph_bytes(spec, drafter, config, num_drafts, dtype, num_graphs) if on_gpu and config.graphs else 0
-    wanted = config.max_num_seqs * -(-context // config.block_size)
-    room = budget - in_use - activations - graphs
+    activations = load.activation_bytes() + load.slot_bytes() if on_gpu else 0
+    graphs = load.graph_bytes(num_graphs) if on_gpu and config.graphs else 0
+    per_token, size = load.kv_bytes_per_token(), config.block_size
     blocks = config.num_kv_blocks
     if blocks is None:
-        blocks = min(wanted, room // (per_token * config.block_size) - 1)
+        room = budget - in_use - activations - graphs
+        blocks = min(config.max_num_seqs * -(-load.context // size), room // (per_token * size) - 1)
     report = MemoryReport(
         total=memory.total,
         budget=budget,
@@ -122,88 +177,12 @@ def plan_memory(
         graphs=graphs,
         kv_bytes_per_token=per_token,
         num_blocks=blocks,
-        block_size=config.block_size,
-        max_model_len=min(context, max(blocks, 0) * config.block_size),
-        context=context,
+        block_size=size,
+        max_model_len=min(load.context, max(blocks, 0) * size),
+        context=load.context,
     )
     _check_fits(report, config, on_gpu=on_gpu)
     return report
-
-
-def activation_bytes(
-    spec: ModelSpec, drafter: DrafterConfig | None, config: EngineConfig, num_drafts: int, dtype: torch.dtype
-) -> int:
-    """Most memory that a step takes beside weights and caches: a pass over prompts or a decode step, whichever is
-    larger, with a margin."""
-    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    prompts = min(seqs, tokens)  # whose chunks end in the pass
-    prefill = _step_bytes(spec, drafter, config, num_drafts, dtype, tokens, prompts, prompts)
-    return int(_SAFETY * max(prefill, _decode_bytes(spec, drafter, config, num_drafts, dtype))) + _WORKSPACE
-
-
-def slot_bytes(spec: ModelSpec, config: EngineConfig, num_drafts: int) -> int:
-    """What is kept for each slot once a request has penalties or a grammar, which any may have."""
-    return TokenHistory.num_bytes(config.max_num_seqs, spec.vocab_size) + TokenMasks.num_bytes(
-        config.max_num_seqs, num_drafts + 1, spec.vocab_size
-    )
-
-
-def graph_bytes(
-    spec: ModelSpec,
-    drafter: DrafterConfig | None,
-    config: EngineConfig,
-    num_drafts: int,
-    dtype: torch.dtype,
-    num_graphs: int,
-) -> int:
-    """Memory of captured decode steps. Their activations lie in a pool that only graphs use and all of them share, as
-    large as the largest step takes, what attention splits its keys into included; each graph adds its kernels'
-    parameters."""
-    passes = 0 if drafter is None else 1 if drafter.parallel else num_drafts
-    layers = spec.num_layers + passes * (drafter.num_layers if drafter else 0)
-    own = num_graphs * layers * _GRAPH_BYTES_PER_LAYER
-    scratch = most_scratch_bytes(config.max_model_len or spec.max_position_embeddings, spec.head_dim)
-    return int(_SAFETY * _decode_bytes(spec, drafter, config, num_drafts, dtype)) + scratch + own
-
-
-def _decode_bytes(
-    spec: ModelSpec, drafter: DrafterConfig | None, config: EngineConfig, num_drafts: int, dtype: torch.dtype
-) -> int:
-    seqs = config.max_num_seqs
-    rows = seqs * (num_drafts + 1)
-    return _step_bytes(spec, drafter, config, num_drafts, dtype, rows, rows, seqs)
-
-
-def _step_bytes(
-    spec: ModelSpec,
-    drafter: DrafterConfig | None,
-    config: EngineConfig,
-    num_drafts: int,
-    dtype: torch.dtype,
-    rows: int,
-    logit_rows: int,
-    requests: int,
-) -> int:
-    """Peak of a step's phases, which follow each other: target, its logits, drafter, its logits. Taps outlive the
-    first, and stand twice where they are joined."""
-    item = dtype.itemsize
-    per_logit = item + _SAMPLING_BYTES["torch" if config.kernels == "torch" else "triton"]
-    target = _layer_bytes(spec, rows, item)
-    logits = rows * spec.hidden_size * item + logit_rows * spec.vocab_size * per_logit
-    logits += scratch_bytes(rows, spec.vocab_size, item)  # any step may be asked for log-probabilities
-    if drafter is None or num_drafts == 0:
-        return max(target, logits)
-    taps = rows * drafter.feature_size * item
-    draft_rows = rows + requests * (num_drafts - 1 if drafter.parallel else 0)
-    inputs = 6 * draft_rows * drafter.hidden_size * item  # embeddings and features, their norms, the two joined
-    drafts = requests * (num_drafts if drafter.parallel else 1)
-    draft_logits = drafts * drafter.draft_vocab_size * per_logit
-    return max(
-        2 * taps + target,
-        taps + logits,
-        taps + inputs + max(taps, _layer_bytes(drafter, draft_rows, item)),
-        taps + inputs + draft_logits,
-    )
 
 
 def _layer_bytes(sizes: ModelSpec | DrafterConfig, rows: int, item: int) -> int:

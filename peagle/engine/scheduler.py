@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from peagle.engine.block_pool import BlockPool
 from peagle.engine.request import Request
+from peagle.engine.sizes import EngineSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,10 @@ class Scheduler:
     always advances. The caller counts what it launches: it moves `num_computed`, `in_flight` and `rows_in_flight`.
     """
 
-    def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, max_model_len: int
-    ) -> None:
-        self.pool = pool
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._block_size = block_size
-        self._max_model_len = max_model_len
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+    def __init__(self, pool: BlockPool, sizes: EngineSizes) -> None:
+        self.pool, self._sizes = pool, sizes
+        self._block_size = sizes.block_size
+        self._free_slots = list(range(sizes.max_num_seqs - 1, -1, -1))
         self._num_added = 0
         self.num_preemptions = 0
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up in the cache, and found there
@@ -103,8 +100,8 @@ class Scheduler:
         for request, count in growth:
             request.blocks.extend(fresh[:count])
             del fresh[:count]
-        rest = self._max_num_batched_tokens - (1 + num_drafts) * len(decodes)
-        budget = max(rest, min(self._block_size, self._max_num_batched_tokens))
+        most = self._sizes.max_num_batched_tokens
+        budget = max(most - (1 + num_drafts) * len(decodes), min(self._block_size, most))
         chunks: list[Chunk] = []
         for request in prefills:
             budget -= _take_chunk(request, budget, chunks)
@@ -130,7 +127,7 @@ class Scheduler:
                 decodes.append(request)
                 positions = request.num_computed + request.rows_in_flight + reach
                 if positions > len(request.blocks) * block_size:
-                    missing = self._blocks_for(positions) - len(request.blocks)
+                    missing = self._sizes.blocks_for(positions) - len(request.blocks)
                     if missing > 0:
                         growth.append((request, missing))
         return decodes, prefills, growth
@@ -146,7 +143,7 @@ class Scheduler:
         pool, spare, before = self.pool, len(self.running), self.pool.num_free
         may_match = request.prompt_logprobs is None  # else every row of the prompt is to be computed
         matched = pool.match(request.token_ids) if may_match else []
-        count = self._blocks_for(len(request.token_ids) + 2 * num_drafts + 1) - len(matched)
+        count = self._sizes.blocks_for(len(request.token_ids) + 2 * num_drafts + 1) - len(matched)
         fresh = pool.allocate(count) if count + spare <= pool.num_free else None
         if fresh is None:
             longer = pool.next_key(request.token_ids, matched) if may_match else None
@@ -184,10 +181,6 @@ class Scheduler:
         self.pool.release(request.blocks)
         self._free_slots.append(request.slot)
         request.slot, request.blocks = -1, []
-
-    def _blocks_for(self, positions: int) -> int:
-        """Blocks that hold so many positions, at most a full context."""
-        return -(-min(positions, self._max_model_len) // self._block_size)
 
 
 def _take_chunk(request: Request, budget: int, chunks: list[Chunk]) -> int:

@@ -4,7 +4,8 @@ The host writes block tables and sampling parameters; how far a request has come
 written by the steps themselves, so a step can start before the host has seen the one before it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -99,17 +100,10 @@ class SlotState:
 
     def keep_history(self, vocab_size: int) -> None:
         """Prepare for penalties and bias. Raises PeagleError where there is no memory for it."""
-        if self.history is not None:
-            return
         slots = len(self.last_token) - 1
-        try:
-            self.history = TokenHistory(slots, vocab_size, self._device)
-        except RuntimeError as error:  # out of memory is one, on CPU and CUDA
-            size = TokenHistory.num_bytes(slots, vocab_size)
-            raise NoMemory(
-                f"no memory for penalties and logit_bias, which take {size / 2**30:.2f} GiB for {slots} requests: "
-                "lower gpu_memory_utilization or max_num_seqs, or leave them out"
-            ) from error
+        if self.history is None:
+            with _named_if_short("penalties and logit_bias", TokenHistory.num_bytes(slots, vocab_size), slots):
+                self.history = TokenHistory(slots, vocab_size, self._device)
 
     @property
     def needed_masks(self) -> TokenMasks:
@@ -120,17 +114,10 @@ class SlotState:
 
     def keep_masks(self, vocab_size: int) -> None:
         """Prepare for grammars. Raises PeagleError where there is no memory for it."""
-        if self.masks is not None:
-            return
         slots, rows = len(self.last_token) - 1, self.drafts.shape[1] + 1
-        try:
-            self.masks = TokenMasks(slots, rows, vocab_size, self._device)
-        except RuntimeError as error:  # out of memory is one, on CPU and CUDA
-            size = TokenMasks.num_bytes(slots, rows, vocab_size)
-            raise NoMemory(
-                f"no memory for structured outputs, which take {size / 2**30:.2f} GiB for {slots} requests: "
-                "lower gpu_memory_utilization or max_num_seqs, or leave them out"
-            ) from error
+        if self.masks is None:
+            with _named_if_short("structured outputs", TokenMasks.num_bytes(slots, rows, vocab_size), slots):
+                self.masks = TokenMasks(slots, rows, vocab_size, self._device)
 
     def extend_tables(self, requests: Sequence[Request]) -> None:
         """Put the blocks that requests got since the last call into their tables."""
@@ -174,3 +161,15 @@ class SlotState:
     def seeds(self, slot_B: Tensor) -> Tensor:
         """The seeds of slots."""
         return self._params[slot_B, 0]
+
+
+@contextmanager
+def _named_if_short(what: str, size: int, slots: int) -> Iterator[None]:
+    """Where memory is allocated: NoMemory with the remedy if there is none."""
+    try:
+        yield
+    except RuntimeError as error:  # out of memory is one, on CPU and CUDA
+        raise NoMemory(
+            f"no memory for {what}, which take {size / 2**30:.2f} GiB for {slots} requests: lower "
+            "gpu_memory_utilization or max_num_seqs, or leave them out"
+        ) from error

@@ -18,6 +18,7 @@ from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.batch import HostShape, Rows
 from peagle.engine.kv_cache import PagedCache
 from peagle.engine.outputs import StepOutput
+from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SamplingMode, SlotState
 from peagle.errors import PeagleError
 from peagle.kernels.accept import Accepted, accept
@@ -72,15 +73,14 @@ class SpeculativeStep:
         draft_side: DraftSide | None,
         state: SlotState,
         *,
-        block_size: int,
-        max_model_len: int,
+        sizes: EngineSizes,
         attention: str = "auto",
         kernels: str = "torch",
         synthetic: SyntheticLengths | None = None,
     ) -> None:
         self._target, self._target_cache = target, target_cache
         self._draft_side, self.state = draft_side, state
-        self._block_size, self._max_model_len = block_size, max_model_len
+        self._block_size, self._max_model_len = sizes.block_size, sizes.max_model_len
         self._attention, self._kernels = attention, kernels
         self.synthetic = synthetic
 

@@ -3,7 +3,7 @@
 Online, the target runs over each pack's token stream at every step. Cached, it runs once over all documents, padded to
 a common length per forward: right padding under a causal mask changes nothing for the tokens before it and needs
 neither a mask tensor nor a compiled kernel, so that every length is free. The third kind, from files,
-is in stored_features.py.
+is in feature_store.py.
 
 Shape suffixes: P packed positions, S stream tokens, T cached tokens, F = C + H, C concatenated taps, H target hidden
 size, B documents of a block, L its padded length.

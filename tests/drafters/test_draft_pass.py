@@ -91,7 +91,7 @@ class Case:
         """Stream of the sampled rows of real requests, the cache after the pass, and the attentions asked for."""
         c, asked = self.config, []
         cache = PagedCache(
-            c.num_layers, c.num_kv_heads, c.head_dim, self.cached.shape[3] - 1, dtype=self.cached.dtype,
+            c, self.cached.shape[3] - 1, dtype=self.cached.dtype,
             device=torch.device(self.device), windows=c.windows, kernels=kernels,
         )  # fmt: skip
         cache.keys.copy_(self.cached[0])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from peagle.engine.block_pool import BlockPool
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler
+from peagle.engine.sizes import EngineSizes
 from peagle.sampling import SamplingParams
 
 VOCAB = 5
@@ -67,13 +68,13 @@ class SimulatedEngine:
         seed: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching)
-        self.scheduler = Scheduler(
-            self.pool,
+        self.sizes = EngineSizes(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             max_model_len=max_model_len,
         )
+        self.scheduler = Scheduler(self.pool, self.sizes)
         self.block_size, self.max_model_len, self.max_num_seqs = block_size, max_model_len, max_num_seqs
         self.max_num_batched_tokens, self.num_drafts, self.depth = max_num_batched_tokens, num_drafts, depth
         self.rng = random.Random(seed)
@@ -85,7 +86,7 @@ class SimulatedEngine:
     def add(self, request: Request) -> bool:
         """Queue a request, unless it could never fit."""
         positions = len(request.prompt_ids) + request.max_tokens + 2 * max(self.num_drafts) + 1
-        if self.scheduler._blocks_for(positions) > self.pool.num_blocks:
+        if self.sizes.blocks_for(positions) > self.pool.num_blocks:
             return False
         self.scheduler.add(request)
         return True

@@ -7,7 +7,7 @@ import torch
 
 from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
-from peagle.engine.memory import DeviceMemory, activation_bytes, graph_bytes, plan_memory, slot_bytes
+from peagle.engine.memory import DeviceMemory, EngineLoad, plan_memory
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import scratch_bytes
 from peagle.models.layers import RopeSpec
@@ -29,10 +29,13 @@ HEAD = DrafterConfig(
 PER_TOKEN = 40 * 2 * 8 * 128 * 2  # layers, keys and values, heads, width, bytes
 
 
+def load(spec=SPEC, head=HEAD, drafts=5, **settings):
+    return EngineLoad(EngineConfig(**settings), spec, head, drafts, torch.bfloat16)
+
+
 def plan(total=80, free=62, drafts=5, device=CUDA, **settings):
     memory = DeviceMemory(int(total * GIB), int(free * GIB))
-    config = EngineConfig(**settings)
-    return plan_memory(config, SPEC, HEAD, drafts, dtype=torch.bfloat16, device=device, memory=memory)
+    return plan_memory(load(drafts=drafts, **settings), device, memory=memory)
 
 
 def test_blocks_fill_what_the_share_of_the_whole_leaves():
@@ -54,10 +57,9 @@ def test_a_larger_share_is_that_much_more():
 
 
 def test_penalties_and_masks_of_all_slots_are_planned():
-    assert slot_bytes(SPEC, EngineConfig(max_num_seqs=64), 5) == 65 * (9 * 151936 + 16) + 65 * 6 * 4748 * 4
-    config = EngineConfig(max_num_seqs=64)
-    alone = activation_bytes(SPEC, HEAD, config, 5, torch.bfloat16)
-    assert plan(max_num_seqs=64).activations == alone + slot_bytes(SPEC, config, 5)
+    engine = load(max_num_seqs=64)
+    assert engine.slot_bytes() == 65 * (9 * 151936 + 16) + 65 * 6 * 4748 * 4
+    assert plan(max_num_seqs=64).activations == engine.activation_bytes() + engine.slot_bytes()
 
 
 def test_without_graphs_their_reserve_is_for_the_cache():
@@ -99,7 +101,7 @@ def test_a_host_gives_a_quarter():
 
 def test_activations_grow_with_what_they_are_made_of():
     def size(drafts=5, head=HEAD, **settings):
-        return activation_bytes(SPEC, head, EngineConfig(**settings), drafts, torch.bfloat16)
+        return load(SPEC, head, drafts, **settings).activation_bytes()
 
     prompts = dict(max_num_batched_tokens=65536, max_num_seqs=8)
     assert size(**prompts) > 65536 * 2 * (3 * 12288 + 12288)  # gates and taps
@@ -113,15 +115,16 @@ def test_activations_grow_with_what_they_are_made_of():
 
 def test_logits_fit_with_all_that_may_be_asked_of_them():
     """As they are, for log-probabilities; in float32 with penalties; again under a mask."""
-    config, rows = EngineConfig(max_num_seqs=256, max_num_batched_tokens=64), 256 * 6
+    rows = 256 * 6
     logits = rows * SPEC.vocab_size * (2 + 4 + 4) + scratch_bytes(rows, SPEC.vocab_size, 2)
-    assert activation_bytes(SPEC, None, config, 5, torch.bfloat16) > 1.2 * logits + 512 * 2**20
+    engine = load(head=None, max_num_seqs=256, max_num_batched_tokens=64)
+    assert engine.activation_bytes() > 1.2 * logits + 512 * 2**20
 
 
 def test_experts_hold_a_row_as_often_as_it_is_chosen():
     def size(chosen):
         moe = MoESpec(num_experts=32, experts_per_token=chosen, gate_alpha=1.7, gate_limit=7.0)
-        return activation_bytes(replace(SPEC, moe=moe), None, EngineConfig(), 0, torch.bfloat16)
+        return load(replace(SPEC, moe=moe), None, 0).activation_bytes()
 
     # For each of 8192 rows a product and an output, in bfloat16, with a margin of a fifth.
     assert size(8) - size(7) == pytest.approx(1.2 * 8192 * 2 * (12288 + 4096))
@@ -129,7 +132,7 @@ def test_experts_hold_a_row_as_often_as_it_is_chosen():
 
 def test_each_graph_costs_what_its_layers_do():
     def size(count, head, drafts=5):
-        return graph_bytes(SPEC, head, EngineConfig(), drafts, torch.bfloat16, count)
+        return load(SPEC, head, drafts).graph_bytes(count)
 
     in_turn = replace(HEAD, mask_token_id=None)  # five passes over its layers
     assert size(20, in_turn) - size(10, in_turn) == pytest.approx((size(20, HEAD) - size(10, HEAD)) * 56 / 40)

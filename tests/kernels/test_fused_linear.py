@@ -164,10 +164,7 @@ def run_model(model: TargetModel, backend: str, device: str, taps: tuple[int, ..
     """Three requests (one only pads) in steps of three rows each over a paged cache: hidden states and taps."""
     spec, rows, block = model.spec, 3, 4
     use_kernels(model, backend)
-    cache = PagedCache(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, 64, dtype=torch.float32, device=torch.device(device),
-        kernels=backend,
-    )  # fmt: skip
+    cache = PagedCache(spec, 64, dtype=torch.float32, device=torch.device(device), kernels=backend)
     tables = torch.arange(1, 13, device=device, dtype=torch.int32).view(3, 4)
     plan = plan_decode(
         rows, tables, block, heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, backend=backend

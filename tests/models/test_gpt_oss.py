@@ -54,7 +54,7 @@ def paged_logits(
     blocks = -(-LENGTH // BLOCK_SIZE)
     table_1N = np.random.default_rng(0).permutation(blocks)[None] + 1
     cache = PagedCache(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, (blocks + 1) * BLOCK_SIZE, dtype=dtype, device=CPU,
+        spec, (blocks + 1) * BLOCK_SIZE, dtype=dtype, device=CPU,
         windows=spec.windows, sinks=model.sinks,
     )  # fmt: skip
     parts = []
