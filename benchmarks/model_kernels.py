@@ -40,7 +40,7 @@ from peagle.kernels.moe import ExpertWeights, moe
 from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
 from peagle.kernels.packed_experts import PACKED_BYTES, PackedMatrix
 from peagle.kernels.paged_attention import paged_attention, plan_attention
-from peagle.kernels.paged_decode import plan_decode
+from peagle.kernels.paged_decode import CacheView, plan_decode
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.rope_write import rope_write
@@ -357,7 +357,7 @@ def _prefill_works(
 
     def call(_copy: int) -> Tensor:
         if backend == "triton":
-            return paged_attention(q, keys, values, limit, plan)
+            return paged_attention(q, CacheView(keys, values, limit), plan)
         k, v = keys[None, :, :rows], values[None, :, :rows]
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True, enable_gqa=True)
 
@@ -386,7 +386,7 @@ def _attention(
     )  # fmt: skip
 
     def call(copy: int) -> Tensor:
-        return paged_attention(q[:, : shape.heads], caches[copy, 0], caches[copy, 1], limit, plan)
+        return paged_attention(q[:, : shape.heads], CacheView(caches[copy, 0], caches[copy, 1], limit), plan)
 
     moved = read + 2 * requests * rows * shape.heads * shape.head_dim * dtype.itemsize
     return Work("attention", call, copies, moved, keys, plan.splits)

@@ -28,7 +28,7 @@ from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels.accept import accept
 from peagle.kernels.commit import commit
-from peagle.kernels.draft_layout import DraftLayout, draft_layout, kv_slots
+from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow, draft_rows
 from peagle.kernels.expand_rows import expand_rows
 from peagle.kernels.kv_write import kv_write
@@ -36,7 +36,7 @@ from peagle.kernels.logprobs import row_logprobs
 from peagle.kernels.penalties import TokenHistory
 from peagle.kernels.sample import sample
 from peagle.kernels.token_masks import TokenMasks
-from peagle.kernels.verify_rows import verify_rows
+from peagle.kernels.verify_rows import SlotRows, verify_rows
 from peagle.sampling import MAX_LOGPROBS, RowSampling
 
 _K, _BLOCK_SIZE, _MAX_MODEL_LEN, _POSITION = 7, 16, 8192, 2000
@@ -101,8 +101,8 @@ class Step:
     def lay_out(self, backend: str) -> DraftLayout:
         return draft_layout(
             self.tokens.view(-1), self.positions, self.tokens[:, _KEPT], self.start, self.start[:-1] + _KEPT,
-            mask_token_id=0, num_drafts=_K, num_rows=self.batch * 2 * _K, block_tables_BN=self.tables,
-            block_size=_BLOCK_SIZE, max_model_len=_MAX_MODEL_LEN, slot_B=self.slot, backend=backend,
+            self.tables, LayoutSizes(0, _K, self.batch * 2 * _K, _BLOCK_SIZE, _MAX_MODEL_LEN), self.slot,
+            backend=backend,
         )  # fmt: skip
 
     def normal(self, *size: int) -> Tensor:
@@ -146,24 +146,22 @@ class Step:
             return torch.cat((state, torch.zeros_like(state[:1])))
 
         first = torch.full((batch,), _POSITION, device=self.device)
-        state = padded(self.tokens[:, 0]), padded(first), padded(self.drafts)
         tables = padded(self.tables.to(torch.int32))
-        last_token, num_computed, drafts = (part.clone() for part in state)
+        read, written = (
+            SlotRows(padded(self.tokens[:, 0]), padded(first), padded(self.drafts), tables) for _ in range(2)
+        )
         accepted = accept(self.tokens, self.drafts, self.slot, backend="torch")
         results = accepted.count_B, accepted.next_token_B, accepted.emitted_BV, accepted.count_B, self.drafts
         return [
             (
                 "verify_rows",
                 8 * (4 * self.rows + batch * (2 * _K + 4 + width)),
-                lambda b: verify_rows(
-                    *state, tables, self.slot,
-                    num_drafts=_K, block_size=_BLOCK_SIZE, max_model_len=_MAX_MODEL_LEN, backend=b,
-                ),
+                lambda b: verify_rows(read, self.slot, _K, _BLOCK_SIZE, _MAX_MODEL_LEN, backend=b),
             ),
             (
                 "commit",
                 8 * batch * (4 * _K + 10),
-                lambda b: commit(last_token, num_computed, drafts, self.slot, first, *results, backend=b),
+                lambda b: commit(written, self.slot, first, *results, backend=b),
             ),
         ]  # fmt: skip
 

@@ -77,10 +77,7 @@ class Rows:
         backend: str,
     ) -> Self:
         """Last token and drafts of each slot, at the positions where the device stands; slot -1 is padding."""
-        r = verify_rows(
-            state.last_token, state.num_computed, state.drafts, state.tables, slot_B,
-            num_drafts=num_drafts, block_size=sizes.block_size, max_model_len=sizes.max_model_len, backend=backend,
-        )  # fmt: skip
+        r = verify_rows(state.rows, slot_B, num_drafts, sizes.block_size, sizes.max_model_len, backend=backend)
         width = num_drafts + 1
         start_B1 = torch.arange(0, (len(slot_B) + 1) * width, width, device=slot_B.device)
         return cls(

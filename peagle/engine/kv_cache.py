@@ -11,6 +11,7 @@ from peagle.errors import PeagleError
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
 from peagle.kernels.paged_attention import AttentionPlan, paged_attention
+from peagle.kernels.paged_decode import CacheView
 from peagle.kernels.rope import HeadNorms
 from peagle.kernels.rope_write import rope_write
 from peagle.models.spec import LayerSizes
@@ -102,6 +103,5 @@ class PagedAttend:
     def read(self, layer: int, q_RND: Tensor) -> Tensor:
         """Attend over the cache."""
         c = self.cache
-        return paged_attention(
-            q_RND, c.keys[layer], c.values[layer], self.limit_R, self.plan, c.windows[layer], c.sinks[layer]
-        )
+        view = CacheView(c.keys[layer], c.values[layer], self.limit_R, c.windows[layer], c.sinks[layer])
+        return paged_attention(q_RND, view, self.plan)

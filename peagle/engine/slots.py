@@ -17,6 +17,7 @@ from peagle.engine.transfer import to_device
 from peagle.errors import NoMemory, PeagleError
 from peagle.kernels.penalties import TokenHistory
 from peagle.kernels.token_masks import TokenMasks
+from peagle.kernels.verify_rows import SlotRows
 from peagle.sampling import RowSampling
 
 
@@ -64,6 +65,7 @@ class SlotState:
         self.num_computed = torch.zeros(rows, dtype=torch.int64, device=device)  # also the last token's position
         self.drafts = torch.zeros((rows, num_drafts), dtype=torch.int64, device=device)
         self.tables = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)  # 0 is the null block
+        self.rows = SlotRows(self.last_token, self.num_computed, self.drafts, self.tables)
         self.host_tables = np.zeros((rows, max_blocks), dtype=np.int32)
         self._written = np.zeros(rows, dtype=np.int64)  # table entries of a slot that are on the device
         self._params = torch.zeros((rows, 2), dtype=torch.int64, device=device)

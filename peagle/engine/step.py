@@ -23,7 +23,7 @@ from peagle.engine.slots import SamplingMode, SlotState
 from peagle.errors import PeagleError
 from peagle.kernels.accept import Accepted, accept
 from peagle.kernels.commit import commit
-from peagle.kernels.draft_layout import DraftLayout, draft_layout, kv_slots
+from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow
 from peagle.kernels.logprobs import RowLogprobs, join, row_logprobs, rows_at_once
 from peagle.kernels.paged_attention import AttentionPlan, plan_attention
@@ -109,12 +109,11 @@ class SpeculativeStep:
             drafts_BK = rows.slot_B.new_empty((rows.batch, 0))
         else:
             drafts_BK = self._draft(side, rows, kept_B, next_B, taps_TC, num_drafts, mode)
-        s = self.state
         tokens_BW = commit(
-            s.last_token, s.num_computed, s.drafts, rows.slot_B, rows.first_B, kept_B, next_B, accepted.emitted_BV,
-            accepted.count_B, drafts_BK, backend=self._kernels,
+            self.state.rows, rows.slot_B, rows.first_B, kept_B, next_B, accepted.emitted_BV, accepted.count_B,
+            drafts_BK, backend=self._kernels,
         )  # fmt: skip
-        shown_BK = s.drafts[rows.slot_B] if mode.shows_drafts else None
+        shown_BK = self.state.drafts[rows.slot_B] if mode.shows_drafts else None
         return StepOutput(tokens_BW, shown_BK, logprobs, self._prompt_logprobs(rows, hidden_TH))
 
     def _run_target(self, rows: Rows, tap_ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
@@ -168,21 +167,17 @@ class SpeculativeStep:
     ) -> Tensor:
         """The next K drafts of every request as target ids, [B, K]; row `kept` of a request is its last real one."""
         mask_rows = num_drafts - 1 if side.mask else 0
-        layout = draft_layout(
-            rows.ids_T,
-            rows.positions_T,
-            next_B,
-            rows.start_B1,
-            rows.start_B1[:-1] + kept_B,
+        sizes = LayoutSizes(
             mask_token_id=side.mask.token_id if side.mask else 0,
             num_drafts=1 + mask_rows,
             num_rows=len(rows.ids_T) + rows.batch * mask_rows,
-            block_tables_BN=rows.tables_BN,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
-            slot_B=rows.slot_B,
-            backend=self._kernels,
         )
+        layout = draft_layout(
+            rows.ids_T, rows.positions_T, next_B, rows.start_B1, rows.start_B1[:-1] + kept_B, rows.tables_BN, sizes,
+            rows.slot_B, backend=self._kernels,
+        )  # fmt: skip
         stream_UH = self._first_pass(side, rows, layout, taps_TC, mask_rows)
         index_B = rows.first_B + kept_B + 2  # the first draft follows the token after the last kept one
         if side.mask is None:

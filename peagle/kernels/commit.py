@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.backend import use_triton
+from peagle.kernels.verify_rows import SlotRows
 
 
 def commit(
-    last_token_S: Tensor,
-    num_computed_S: Tensor,
-    drafts_SK: Tensor,
+    slots: SlotRows,
     slot_B: Tensor,
     first_B: Tensor,
     kept_B: Tensor,
@@ -31,24 +30,11 @@ def commit(
     if use_triton(backend, slot_B.device):
         # Imported late: triton is not installed everywhere.
         from peagle.kernels.commit_triton import commit_triton as form
-    return form(
-        last_token_S,
-        num_computed_S,
-        drafts_SK,
-        slot_B,
-        first_B,
-        kept_B,
-        next_token_B,
-        emitted_BV,
-        count_B,
-        drafts_BK,
-    )
+    return form(slots, slot_B, first_B, kept_B, next_token_B, emitted_BV, count_B, drafts_BK)
 
 
 def commit_ref(
-    last_token_S: Tensor,
-    num_computed_S: Tensor,
-    drafts_SK: Tensor,
+    slots: SlotRows,
     slot_B: Tensor,
     first_B: Tensor,
     kept_B: Tensor,
@@ -59,8 +45,8 @@ def commit_ref(
 ) -> Tensor:
     """The torch form of `commit`. Padding writes zeros to the padding row, so no shape depends on what is padding."""
     is_padding_B = slot_B < 0
-    row_B = slot_B.where(slot_B >= 0, last_token_S.shape[0] - 1)
-    last_token_S.index_copy_(0, row_B, next_token_B.masked_fill(is_padding_B, 0))
-    num_computed_S.index_copy_(0, row_B, (first_B + kept_B + 1).masked_fill(is_padding_B, 0))
-    drafts_SK[:, : drafts_BK.shape[1]].index_copy_(0, row_B, drafts_BK.masked_fill(is_padding_B[:, None], 0))
+    row_B = slot_B.where(slot_B >= 0, slots.last_token_S.shape[0] - 1)
+    slots.last_token_S.index_copy_(0, row_B, next_token_B.masked_fill(is_padding_B, 0))
+    slots.num_computed_S.index_copy_(0, row_B, (first_B + kept_B + 1).masked_fill(is_padding_B, 0))
+    slots.drafts_SK[:, : drafts_BK.shape[1]].index_copy_(0, row_B, drafts_BK.masked_fill(is_padding_B[:, None], 0))
     return torch.cat((emitted_BV, count_B[:, None]), dim=1)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.verify_rows import SlotRows
+
 
 @triton.jit(
     do_not_specialize=["state_stride", "drafts_stride"],
@@ -44,9 +46,7 @@ def _commit_request(
 
 
 def commit_triton(
-    last_token_S: Tensor,
-    num_computed_S: Tensor,
-    drafts_SK: Tensor,
+    slots: SlotRows,
     slot_B: Tensor,
     first_B: Tensor,
     kept_B: Tensor,
@@ -61,9 +61,7 @@ def commit_triton(
     with torch.cuda.device_of(slot_B):
         _commit_request[(batch,)](
             out_BW,
-            last_token_S,
-            num_computed_S,
-            drafts_SK,
+            *slots[:3],
             slot_B,
             first_B,
             kept_B,
@@ -71,7 +69,7 @@ def commit_triton(
             emitted_BV,
             count_B,
             drafts_BK,
-            drafts_SK.stride(0),
+            slots.drafts_SK.stride(0),
             drafts_BK.stride(0),
             EMITTED=emitted,
             DRAFTS=drafts,

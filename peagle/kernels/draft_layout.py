@@ -6,6 +6,7 @@ kernel that makes everything in one launch (`draft_layout_triton.py`).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,16 @@ from torch import Tensor
 from peagle.kernels.backend import use_triton
 
 PADDING_SLOT_ID = -1  # a row with this slot writes no KV
+
+
+class LayoutSizes(NamedTuple):
+    """What of a layout is known on the host. `num_rows` is T + B (K-1)."""
+
+    mask_token_id: int
+    num_drafts: int
+    num_rows: int
+    block_size: int
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +68,23 @@ def draft_layout(
     next_tokens_B: Tensor,
     query_start_B1: Tensor,
     query_end_B: Tensor,
-    *,
-    mask_token_id: int,
-    num_drafts: int,
-    num_rows: int,
     block_tables_BN: Tensor,
-    block_size: int,
-    max_model_len: int,
+    sizes: LayoutSizes,
     slot_B: Tensor | None = None,
+    *,
     backend: str = "auto",
 ) -> DraftLayout:
     """Lay out one drafter pass of B requests, each of at least one row; integers of any width in, int64 out.
 
     `query_end` is the last target row whose token was kept, `next_tokens` the token that follows it (the bonus token,
-    or the next prompt token when a prompt continues in a later chunk). `num_rows` is T + B (K-1), known on the host.
-    Requests whose `slot` is -1 are padding: all of their rows are dead.
+    or the next prompt token when a prompt continues in a later chunk). Requests whose `slot` is -1 are
+    padding: all of their rows are dead.
     """
     form = draft_layout_ref
     if use_triton(backend, target_ids_T.device):
         from peagle.kernels.draft_layout_triton import draft_layout_triton as form
-    return form(
-        target_ids_T,
-        target_positions_T,
-        next_tokens_B,
-        query_start_B1,
-        query_end_B,
-        mask_token_id=mask_token_id,
-        num_drafts=num_drafts,
-        num_rows=num_rows,
-        block_tables_BN=block_tables_BN,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        slot_B=slot_B,
-    )
+    rows = (target_ids_T, target_positions_T, next_tokens_B, query_start_B1, query_end_B)
+    return form(*rows, block_tables_BN, sizes, slot_B)
 
 
 def kv_slots_ref(
@@ -108,20 +103,15 @@ def draft_layout_ref(
     next_tokens_B: Tensor,
     query_start_B1: Tensor,
     query_end_B: Tensor,
-    *,
-    mask_token_id: int,
-    num_drafts: int,
-    num_rows: int,
     block_tables_BN: Tensor,
-    block_size: int,
-    max_model_len: int,
+    sizes: LayoutSizes,
     slot_B: Tensor | None = None,
 ) -> DraftLayout:
     """The torch form of `draft_layout`."""
-    device, k = target_ids_T.device, num_drafts
+    device, k = target_ids_T.device, sizes.num_drafts
     batch = next_tokens_B.shape[0]
     start_B1 = query_start_B1 + torch.arange(batch + 1, device=device) * (k - 1)
-    rows_R = torch.arange(num_rows, device=device)
+    rows_R = torch.arange(sizes.num_rows, device=device)
     request_R = torch.searchsorted(start_B1, rows_R, right=True) - 1
     offset_R = rows_R - start_B1[request_R]
     copied_B = query_end_B - query_start_B1[:-1]  # rows before the bonus row
@@ -134,18 +124,18 @@ def draft_layout_ref(
     source_R = query_start_B1[request_R] + offset_R
     shifted_R = (source_R + 1).clamp(max=target_ids_T.shape[0] - 1)
     ids_R = torch.where(is_bonus_R, next_tokens_B[request_R], target_ids_T[shifted_R])
-    ids_R = torch.where(is_masked_R, mask_token_id, ids_R).masked_fill(is_rejected_R, 0)
+    ids_R = torch.where(is_masked_R, sizes.mask_token_id, ids_R).masked_fill(is_rejected_R, 0)
     first_B = target_positions_T[query_start_B1[:-1]]
     positions_R = (first_B[request_R] + offset_R).masked_fill(is_rejected_R, 0)
     last_keys_R = first_B[request_R] + torch.minimum(offset_R, copied_R + k - 1)
 
-    slots_R = kv_slots_ref(block_tables_BN, request_R, positions_R, block_size, max_model_len)
+    slots_R = kv_slots_ref(block_tables_BN, request_R, positions_R, sizes.block_size, sizes.max_model_len)
     row_T = torch.arange(target_ids_T.shape[0], device=device)
     row_T += (torch.searchsorted(query_start_B1.to(row_T.dtype), row_T, right=True) - 1) * (k - 1)
     return DraftLayout(
         input_ids=ids_R,
         positions=positions_R,
-        last_keys=last_keys_R.clamp(max=max_model_len - 1).masked_fill(padding_B[request_R], -1),
+        last_keys=last_keys_R.clamp(max=sizes.max_model_len - 1).masked_fill(padding_B[request_R], -1),
         is_rejected=is_rejected_R,
         is_masked=is_masked_R,
         sample_rows=((start_B1[:-1] + copied_B)[:, None] + torch.arange(k, device=device)).flatten(),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.draft_layout import DraftLayout
+from peagle.kernels.draft_layout import DraftLayout, LayoutSizes
 
 _MAX_TILE = 1024  # rows a program handles at a time
 
@@ -131,35 +131,30 @@ def draft_layout_triton(
     next_tokens_B: Tensor,
     query_start_B1: Tensor,
     query_end_B: Tensor,
-    *,
-    mask_token_id: int,
-    num_drafts: int,
-    num_rows: int,
     block_tables_BN: Tensor,
-    block_size: int,
-    max_model_len: int,
+    sizes: LayoutSizes,
     slot_B: Tensor | None = None,
 ) -> DraftLayout:
     """The Triton form of `draft_layout`. Every input but the block tables is contiguous, and so are their rows."""
-    batch, device = next_tokens_B.shape[0], target_ids_T.device
+    batch, rows, device = next_tokens_B.shape[0], sizes.num_rows, target_ids_T.device
 
     def empty(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     layout = DraftLayout(
-        input_ids=empty(num_rows),
-        positions=empty(num_rows),
-        last_keys=empty(num_rows),
-        is_rejected=empty(num_rows, torch.bool),
-        is_masked=empty(num_rows, torch.bool),
-        sample_rows=empty(batch * num_drafts),
-        source_rows=empty(num_rows),
-        slots=empty(num_rows),
+        input_ids=empty(rows),
+        positions=empty(rows),
+        last_keys=empty(rows),
+        is_rejected=empty(rows, torch.bool),
+        is_masked=empty(rows, torch.bool),
+        sample_rows=empty(batch * sizes.num_drafts),
+        source_rows=empty(rows),
+        slots=empty(rows),
         seq_lens=empty(batch),
         query_start=empty(batch + 1),
         next_ids=empty(target_ids_T.shape[0]),
     )
-    tile = max(32, min(triton.next_power_of_2(-(-num_rows // batch)), _MAX_TILE))
+    tile = max(32, min(triton.next_power_of_2(-(-rows // batch)), _MAX_TILE))
     with torch.cuda.device_of(target_ids_T):
         _lay_out_request[(batch,)](
             layout.input_ids,
@@ -181,11 +176,11 @@ def draft_layout_triton(
             query_start_B1 if slot_B is None else slot_B,  # not read without padding
             block_tables_BN,
             block_tables_BN.stride(0),
-            mask_token_id,
-            max_model_len,
-            DRAFTS=num_drafts,
-            DRAFTS_P2=triton.next_power_of_2(num_drafts),
-            BLOCK_SIZE=block_size,
+            sizes.mask_token_id,
+            sizes.max_model_len,
+            DRAFTS=sizes.num_drafts,
+            DRAFTS_P2=triton.next_power_of_2(sizes.num_drafts),
+            BLOCK_SIZE=sizes.block_size,
             PADDED=slot_B is not None,
             TILE=tile,
             num_warps=max(1, tile // 128),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import PeagleError
-from peagle.kernels.backend import can_run_triton
+from peagle.kernels.backend import use_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,5 +140,4 @@ def _wide(logits: Tensor) -> Tensor:
 
 def _use_triton(logits: Tensor, backend: str) -> bool:
     """The kernel is float32 arithmetic, so float64 goes to torch whatever the backend."""
-    wanted = backend == "triton" or (backend == "auto" and logits.is_cuda and can_run_triton(logits.device))
-    return wanted and logits.dtype != torch.float64
+    return use_triton(backend, logits.device) and logits.dtype != torch.float64

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.backend import use_triton
-from peagle.kernels.paged_decode import DecodePlan, paged_decode
+from peagle.kernels.paged_decode import CacheView, DecodePlan, paged_decode, power_of_two
 
 # Fewest query rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the
 # call, which keeps a request's output independent of its batch and of its drafts.
@@ -75,27 +75,16 @@ def plan_attention(
     return plan_rectangles(query_lens, key_lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
 
 
-def paged_attention(
-    q_RND: Tensor,
-    key_cache_MSD: Tensor,
-    value_cache_MSD: Tensor,
-    limit_R: Tensor,
-    plan: AttentionPlan,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D], in the form that `plan` was made for.
-
-    `sinks_N` adds a learned logit per query head to the softmax's denominator: attention may go nowhere (gpt-oss).
-    """
+def paged_attention(q_RND: Tensor, cache: CacheView, plan: AttentionPlan) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D], in the form that `plan` was made for."""
     if isinstance(plan, DecodePlan):
-        return paged_decode(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
+        return paged_decode(q_RND, cache, plan)
     if isinstance(plan, RectanglePlan):
-        return paged_attention_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
+        return paged_attention_ref(q_RND, cache, plan)
     # Imported late: triton is not installed everywhere.
     from peagle.kernels.paged_attention_triton import paged_attention_triton
 
-    return paged_attention_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
+    return paged_attention_triton(q_RND, cache, plan)
 
 
 def _plan_tiles(
@@ -108,8 +97,8 @@ def _plan_tiles(
 ) -> TilePlan:
     """Cut each request's rows into tiles as high as the mean request; table and tiles travel in one transfer."""
     mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
-    least = max(_MIN_TILE, _power_of_two(heads_per_kv))
-    tile_size = max(least, min(_power_of_two(mean_height), _MAX_TILE))
+    least = max(_MIN_TILE, power_of_two(heads_per_kv))
+    tile_size = max(least, min(power_of_two(mean_height), _MAX_TILE))
     request_W, offset_W, count_W = _cut(query_lens, tile_size // heads_per_kv)
     first_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
     # Programs start in this order: prompts come last in a batch and the end of a prompt sees most keys, so backwards
@@ -130,10 +119,6 @@ def _cut(query_lens: np.ndarray, most_rows: int) -> tuple[np.ndarray, np.ndarray
     request_W = np.repeat(np.arange(len(query_lens)), runs_B)
     offset_W = (np.arange(len(request_W)) - (np.cumsum(runs_B) - runs_B)[request_W]) * most_rows
     return request_W, offset_W, np.minimum(query_lens[request_W] - offset_W, most_rows)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def plan_rectangles(
@@ -188,52 +173,33 @@ def _groups(query_lens: np.ndarray, key_lens: np.ndarray, max_scores: int) -> li
     return groups
 
 
-def paged_attention_ref(
-    q_RND: Tensor,
-    key_cache_MSD: Tensor,
-    value_cache_MSD: Tensor,
-    limit_R: Tensor,
-    plan: RectanglePlan,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
+def paged_attention_ref(q_RND: Tensor, cache: CacheView, plan: RectanglePlan) -> Tensor:
     """The torch form of `paged_attention`; softmax in float32 or wider."""
-    parts = [
-        _rectangle_attention(q_RND, key_cache_MSD, value_cache_MSD, limit_R, rectangle, window, sinks_N)
-        for rectangle in plan.rectangles
-    ]
+    parts = [_rectangle_attention(q_RND, cache, rectangle) for rectangle in plan.rectangles]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out[plan.order_R]
 
 
-def _rectangle_attention(
-    q_RND: Tensor,
-    key_cache_MSD: Tensor,
-    value_cache_MSD: Tensor,
-    limit_R: Tensor,
-    rectangle: _Rectangle,
-    window: int | None,
-    sinks_N: Tensor | None,
-) -> Tensor:
+def _rectangle_attention(q_RND: Tensor, cache: CacheView, rectangle: _Rectangle) -> Tensor:
     (b, width), keys = rectangle.rows_bQ.shape, rectangle.slots_bS.shape[1]
-    kv_heads, head_dim = key_cache_MSD.shape[0], key_cache_MSD.shape[2]
-    limit_bQ = limit_R[rectangle.rows_bQ]
+    kv_heads, head_dim = cache.keys_MSD.shape[0], cache.keys_MSD.shape[2]
+    limit_bQ = cache.limit_R[rectangle.rows_bQ]
     # Slots past a request's last visible key may hold anything, NaN included: read its first key in their place.
     written_bS = rectangle.positions_S[None] <= limit_bQ.amax(dim=1, keepdim=True)
     slots = rectangle.slots_bS.where(written_bS, rectangle.slots_bS[:, :1]).flatten()
-    k_MbSD = key_cache_MSD.index_select(1, slots).view(kv_heads, b, keys, head_dim)
-    v_MbSD = value_cache_MSD.index_select(1, slots).view(kv_heads, b, keys, head_dim)
+    k_MbSD = cache.keys_MSD.index_select(1, slots).view(kv_heads, b, keys, head_dim)
+    v_MbSD = cache.values_MSD.index_select(1, slots).view(kv_heads, b, keys, head_dim)
     # Query heads of one kv head become rows of the same matmul: [M, b, Q G, D].
     q = q_RND[rectangle.rows_bQ].unflatten(2, (kv_heads, -1)).permute(2, 0, 1, 3, 4)
     groups = q.shape[3]
     scores = q.reshape(kv_heads, b, width * groups, head_dim) @ k_MbSD.transpose(2, 3)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * head_dim**-0.5
     visible_bQS = rectangle.positions_S[None, None] <= limit_bQ[:, :, None]
-    if window is not None:
-        visible_bQS &= rectangle.positions_S[None, None] > limit_bQ[:, :, None] - window
+    if cache.window is not None:
+        visible_bQS &= rectangle.positions_S[None, None] > limit_bQ[:, :, None] - cache.window
     scores = scores.view(kv_heads, b, width, groups, keys).masked_fill(~visible_bQS[None, :, :, None], -torch.inf)
-    if sinks_N is not None:
-        sinks = sinks_N.to(scores.dtype).view(kv_heads, 1, 1, groups, 1).expand(*scores.shape[:-1], 1)
+    if cache.sinks_N is not None:
+        sinks = cache.sinks_N.to(scores.dtype).view(kv_heads, 1, 1, groups, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), dim=-1)
     probs = scores.softmax(dim=-1)[..., :keys].to(v_MbSD.dtype).reshape(kv_heads, b, width * groups, keys)
     out = (probs @ v_MbSD).view(kv_heads, b, width, groups, head_dim)

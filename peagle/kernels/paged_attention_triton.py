@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.paged_attention import TilePlan
+from peagle.kernels.paged_decode import CacheView
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -88,21 +89,13 @@ def _attend_tile(
     tl.store(out_RND + at_TD, (out / total_T[:, None]).to(out_RND.dtype.element_ty), mask=inside_T1)
 
 
-def paged_attention_triton(
-    q_RND: Tensor,
-    key_cache_MSD: Tensor,
-    value_cache_MSD: Tensor,
-    limit_R: Tensor,
-    plan: TilePlan,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
+def paged_attention_triton(q_RND: Tensor, cache: CacheView, plan: TilePlan) -> Tensor:
     """The Triton form of `paged_attention`. Each kv head of the caches is contiguous; softmax in float32.
 
     Blocks that lie before the windows of all rows of a tile are not read.
     float32 inputs are multiplied in float32, never in TF32.
     """
-    (rows, heads, head_dim), kv_heads = q_RND.shape, key_cache_MSD.shape[0]
+    (rows, heads, head_dim), kv_heads = q_RND.shape, cache.keys_MSD.shape[0]
     q_RND = q_RND if q_RND.stride(2) == 1 else q_RND.contiguous()
     out_RND = torch.empty((rows, heads, head_dim), dtype=q_RND.dtype, device=q_RND.device)
     keys, warps, stages = _launch_sizes(plan.tile_size, head_dim, q_RND.dtype)
@@ -110,24 +103,24 @@ def paged_attention_triton(
         _attend_tile[(plan.tiles_W3.shape[0], kv_heads)](
             out_RND,
             q_RND,
-            key_cache_MSD,
-            value_cache_MSD,
-            limit_R,
-            limit_R if sinks_N is None else sinks_N,  # not read without sinks
+            cache.keys_MSD,
+            cache.values_MSD,
+            cache.limit_R,
+            cache.limit_R if cache.sinks_N is None else cache.sinks_N,  # not read without sinks
             plan.tiles_W3,
             plan.tables_BN,
             plan.tables_BN.shape[1],
             q_RND.stride(0),
             q_RND.stride(1),
-            key_cache_MSD.stride(0),
+            cache.keys_MSD.stride(0),
             head_dim**-0.5 * LOG2_E.value,
             GROUP=heads // kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=plan.block_size,
             TILE=plan.tile_size,
             KEYS=keys,
-            WINDOW=window or 0,
-            SINKS=sinks_N is not None,
+            WINDOW=cache.window or 0,
+            SINKS=cache.sinks_N is not None,
             num_warps=warps,
             num_stages=stages,
         )

@@ -16,6 +16,7 @@ sets the tile, and with it the instruction that multiplies.)
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ _DOUBLING_CHUNKS = 8
 _PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
 # Rows times query heads of one kv head in a tile: tl.dot takes no fewer than the first.
 _MIN_TILE, _MAX_TILE = 16, 64
+
+
+class CacheView(NamedTuple):
+    """One layer of the cache, and what each row sees of it: keys 0 .. limit[r], or the last `window` of them.
+
+    `sinks_N` adds a learned logit per query head to the softmax's denominator: attention may go nowhere (gpt-oss).
+    """
+
+    keys_MSD: Tensor
+    values_MSD: Tensor
+    limit_R: Tensor
+    window: int | None = None
+    sinks_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +93,7 @@ def plan_decode(
     group, chunks = heads // kv_heads, num_chunks(tables_BN.shape[1] * block_size)
     triton = use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256)
     most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
-    tile_size = max(_MIN_TILE, min(_power_of_two(rows * group), max(most, _power_of_two(group))))
+    tile_size = max(_MIN_TILE, min(power_of_two(rows * group), max(most, power_of_two(group))))
     tile_rows = min(tile_size // group, rows)
     tiles = batch * -(-rows // tile_rows)
     if splits is None:
@@ -101,6 +115,11 @@ def most_scratch_bytes(keys: int, head_dim: int) -> int:
     return _PROGRAMS * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
 
 
+def power_of_two(least: int) -> int:
+    """The smallest one that is no less."""
+    return 1 << (least - 1).bit_length()
+
+
 def chunk_start(chunk: int) -> int:
     """The first key position of a chunk."""
     doublings = max(chunk // _DOUBLING_CHUNKS - 1, 0)
@@ -115,57 +134,37 @@ def num_chunks(keys: int) -> int:
     return chunk
 
 
-def paged_decode(
-    q_RND: Tensor,
-    key_cache_MSD: Tensor,
-    value_cache_MSD: Tensor,
-    limit_R: Tensor,
-    plan: DecodePlan,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
-    """`paged_attention` for a `DecodePlan`: row r sees keys 0 .. limit[r], or the last `window` of them, [R, N, D]."""
+def paged_decode(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Tensor:
+    """`paged_attention` for a `DecodePlan`, [R, N, D]."""
     if not plan.triton:
-        return paged_decode_ref(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
+        return paged_decode_ref(q_RND, cache, plan)
     # Imported late: triton is not installed everywhere.
     from peagle.kernels.paged_decode_triton import paged_decode_triton
 
-    return paged_decode_triton(q_RND, key_cache_MSD, value_cache_MSD, limit_R, plan, window, sinks_N)
+    return paged_decode_triton(q_RND, cache, plan)
 
 
-def paged_decode_ref(
-    q_RND: Tensor,
-    key_cache_MSD: Tensor,
-    value_cache_MSD: Tensor,
-    limit_R: Tensor,
-    plan: DecodePlan,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
+def paged_decode_ref(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Tensor:
     """The torch form of `paged_decode`, over the whole width of the tables; softmax in float32 or wider."""
-    (_, heads, head_dim), kv_heads = q_RND.shape, key_cache_MSD.shape[0]
+    (_, heads, head_dim), kv_heads = q_RND.shape, cache.keys_MSD.shape[0]
     slots_BS = plan.tables_BN[:, :, None] * plan.block_size + torch.arange(plan.block_size, device=q_RND.device)
     slots_BS = slots_BS.flatten(1)
     batch, keys = slots_BS.shape
-    limit_BR1, position_S = limit_R.view(batch, plan.rows, 1), torch.arange(keys, device=q_RND.device)
+    limit_BR1, position_S = cache.limit_R.view(batch, plan.rows, 1), torch.arange(keys, device=q_RND.device)
     visible_BRS = position_S <= limit_BR1
-    if window is not None:
-        visible_BRS &= position_S > limit_BR1 - window
+    if cache.window is not None:
+        visible_BRS &= position_S > limit_BR1 - cache.window
     # Slots that nobody sees may hold anything, NaN included.
     unseen_BS1 = ~visible_BRS.any(dim=1)[:, :, None]
-    k_MBSD = key_cache_MSD[:, slots_BS].masked_fill(unseen_BS1, 0.0)
-    v_MBSD = value_cache_MSD[:, slots_BS].masked_fill(unseen_BS1, 0.0)
+    k_MBSD = cache.keys_MSD[:, slots_BS].masked_fill(unseen_BS1, 0.0)
+    v_MBSD = cache.values_MSD[:, slots_BS].masked_fill(unseen_BS1, 0.0)
     q_MBGRD = q_RND.view(batch, plan.rows, kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4)
     scores = q_MBGRD @ k_MBSD[:, :, None].transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * head_dim**-0.5
     scores = scores.masked_fill(~visible_BRS[:, None], -torch.inf)
-    if sinks_N is not None:
-        sinks = sinks_N.to(scores.dtype).view(kv_heads, 1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    if cache.sinks_N is not None:
+        sinks = cache.sinks_N.to(scores.dtype).view(kv_heads, 1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), dim=-1)
     probs = scores.softmax(dim=-1)[..., :keys].masked_fill((limit_BR1 < 0)[:, None], 0.0)
     out_MBGRD = probs.to(v_MBSD.dtype) @ v_MBSD[:, :, None]
     return out_MBGRD.permute(1, 3, 0, 2, 4).reshape(batch * plan.rows, heads, head_dim)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.early_launch import launches_early, let_next_start
-from peagle.kernels.paged_decode import FINE_KEYS, DecodePlan
+from peagle.kernels.paged_decode import FINE_KEYS, CacheView, DecodePlan
 
 _FINE = tl.constexpr(FINE_KEYS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -193,20 +193,12 @@ def _decode_tile(
     tl.store(out_RND + at_TD, (out_TD / total_T[:, None]).to(out_RND.dtype.element_ty), mask=live_T[:, None])
 
 
-def paged_decode_triton(
-    q_RND: Tensor,
-    key_cache_MSD: Tensor,
-    value_cache_MSD: Tensor,
-    limit_R: Tensor,
-    plan: DecodePlan,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
+def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Tensor:
     """The Triton form of `paged_decode`. Each kv head of the caches is contiguous; softmax in float32.
 
     Keys that lie before the windows of all rows of a tile are not read. float32 inputs are multiplied in float32.
     """
-    (rows, heads, head_dim), kv_heads = q_RND.shape, key_cache_MSD.shape[0]
+    (rows, heads, head_dim), kv_heads = q_RND.shape, cache.keys_MSD.shape[0]
     q_RND = q_RND if q_RND.stride(2) == 1 else q_RND.contiguous()
     out_RND = torch.empty((rows, heads, head_dim), dtype=q_RND.dtype, device=q_RND.device)
     scratch = plan.scratch
@@ -216,16 +208,16 @@ def paged_decode_triton(
         _decode_tile[(tiles, kv_heads, plan.splits)](
             out_RND,
             q_RND,
-            key_cache_MSD,
-            value_cache_MSD,
-            limit_R,
-            limit_R if sinks_N is None else sinks_N,  # not read without sinks
+            cache.keys_MSD,
+            cache.values_MSD,
+            cache.limit_R,
+            cache.limit_R if cache.sinks_N is None else cache.sinks_N,  # not read without sinks
             plan.tables_BN,
             *((scratch.out_WMCTD, scratch.stats_WMC2T, scratch.arrivals_WM) if scratch else (out_RND,) * 3),
             plan.tables_BN.shape[1],
             q_RND.stride(0),
             q_RND.stride(1),
-            key_cache_MSD.stride(0),
+            cache.keys_MSD.stride(0),
             head_dim**-0.5 * _LOG2_E.value,
             ROWS=plan.rows,
             TILE_ROWS=plan.tile_rows,
@@ -236,8 +228,8 @@ def paged_decode_triton(
             KEYS=keys,
             CHUNKS=plan.chunks,
             SPLITS=plan.splits,
-            WINDOW=window or 0,
-            SINKS=sinks_N is not None,
+            WINDOW=cache.window or 0,
+            SINKS=cache.sinks_N is not None,
             EARLY=launches_early(q_RND.device),
             num_warps=warps,
             num_stages=stages,

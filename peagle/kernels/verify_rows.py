@@ -14,6 +14,16 @@ from peagle.kernels.backend import use_triton
 from peagle.kernels.draft_layout import PADDING_SLOT_ID, kv_slots_ref
 
 
+class SlotRows(NamedTuple):
+    """What the device knows of every slot. Tables hold int32 block ids, all else is int64; drafts and tables may be
+    slices of wider rows."""
+
+    last_token_S: Tensor  # emitted and not computed yet
+    num_computed_S: Tensor  # the last token's position
+    drafts_SK: Tensor
+    tables_SN: Tensor
+
+
 class VerifyRows(NamedTuple):
     """V rows of each request, its last token and its K drafts; int64 but for the tables."""
 
@@ -27,60 +37,31 @@ class VerifyRows(NamedTuple):
 
 
 def verify_rows(
-    last_token_S: Tensor,
-    num_computed_S: Tensor,
-    drafts_SK: Tensor,
-    tables_SN: Tensor,
-    slot_B: Tensor,
-    *,
-    num_drafts: int,
-    block_size: int,
-    max_model_len: int,
-    backend: str = "auto",
+    slots: SlotRows, slot_B: Tensor, num_drafts: int, block_size: int, max_model_len: int, *, backend: str = "auto"
 ) -> VerifyRows:
     """Collect the rows of the requests in `slot` (-1 is padding) with their first `num_drafts` drafts, of which there
-    may be none.
-
-    `num_computed` is the position of the last token, emitted and not computed yet. Tables hold int32 block ids, all
-    else is int64; `drafts` and `tables` may be slices of wider rows. `backend` "auto" is Triton on CUDA.
-    """
+    may be none. `backend` "auto" is Triton on CUDA."""
     form = verify_rows_ref
     if use_triton(backend, slot_B.device):
         # Imported late: triton is not installed everywhere.
         from peagle.kernels.verify_rows_triton import verify_rows_triton as form
-    return form(
-        last_token_S,
-        num_computed_S,
-        drafts_SK,
-        tables_SN,
-        slot_B,
-        num_drafts=num_drafts,
-        block_size=block_size,
-        max_model_len=max_model_len,
-    )
+    return form(slots, slot_B, num_drafts, block_size, max_model_len)
 
 
 def verify_rows_ref(
-    last_token_S: Tensor,
-    num_computed_S: Tensor,
-    drafts_SK: Tensor,
-    tables_SN: Tensor,
-    slot_B: Tensor,
-    *,
-    num_drafts: int,
-    block_size: int,
-    max_model_len: int,
+    slots: SlotRows, slot_B: Tensor, num_drafts: int, block_size: int, max_model_len: int
 ) -> VerifyRows:
     """The torch form of `verify_rows`."""
     (batch,), width, device = slot_B.shape, num_drafts + 1, slot_B.device
     padding_B1 = (slot_B < 0)[:, None]
-    row_B = slot_B.where(slot_B >= 0, last_token_S.shape[0] - 1)
-    first_B, drafts_BK, tables_BN = num_computed_S[row_B], drafts_SK[row_B, :num_drafts], tables_SN[row_B]
+    row_B = slot_B.where(slot_B >= 0, slots.last_token_S.shape[0] - 1)
+    last_token_B, first_B, all_drafts_BK, tables_BN = (part[row_B] for part in slots)
+    drafts_BK = all_drafts_BK[:, :num_drafts]
     positions_BV = first_B[:, None] + torch.arange(width, device=device)
     request_T = torch.arange(batch * width, device=device) // width
     slots_T = kv_slots_ref(tables_BN, request_T, positions_BV.flatten(), block_size, max_model_len)
     return VerifyRows(
-        ids_T=torch.cat((last_token_S[row_B, None], drafts_BK), dim=1).flatten(),
+        ids_T=torch.cat((last_token_B[:, None], drafts_BK), dim=1).flatten(),
         positions_T=positions_BV.flatten(),
         slots_T=slots_T.view(batch, width).masked_fill(padding_B1, PADDING_SLOT_ID).flatten(),
         last_keys_T=positions_BV.clamp(max=max_model_len - 1).masked_fill(padding_B1, -1).flatten(),

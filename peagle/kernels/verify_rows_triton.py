@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.verify_rows import VerifyRows
+from peagle.kernels.verify_rows import SlotRows, VerifyRows
 
 _MAX_PART = 1024  # blocks of a table a program copies
 
@@ -64,18 +64,10 @@ def _collect_request(
 
 
 def verify_rows_triton(
-    last_token_S: Tensor,
-    num_computed_S: Tensor,
-    drafts_SK: Tensor,
-    tables_SN: Tensor,
-    slot_B: Tensor,
-    *,
-    num_drafts: int,
-    block_size: int,
-    max_model_len: int,
+    slots: SlotRows, slot_B: Tensor, num_drafts: int, block_size: int, max_model_len: int
 ) -> VerifyRows:
     """The Triton form of `verify_rows`. Elements of a row of drafts or of a table are adjacent."""
-    (batch,), width, device = slot_B.shape, tables_SN.shape[1], slot_B.device
+    (batch,), width, device = slot_B.shape, slots.tables_SN.shape[1], slot_B.device
 
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int64, device=device)
@@ -88,22 +80,19 @@ def verify_rows_triton(
         last_keys_T=empty(rows),
         first_B=empty(batch),
         drafts_BK=empty(batch, num_drafts),
-        tables_BN=torch.empty((batch, width), dtype=tables_SN.dtype, device=device),
+        tables_BN=torch.empty((batch, width), dtype=slots.tables_SN.dtype, device=device),
     )
     part = min(triton.next_power_of_2(width), _MAX_PART)
     with torch.cuda.device_of(slot_B):
         _collect_request[(batch, triton.cdiv(width, part))](
             *result,
             slot_B,
-            last_token_S,
-            num_computed_S,
-            drafts_SK,
-            tables_SN,
-            last_token_S.shape[0] - 1,
+            *slots,
+            slots.last_token_S.shape[0] - 1,
             max_model_len,
             width,
-            tables_SN.stride(0),
-            drafts_SK.stride(0),
+            slots.tables_SN.stride(0),
+            slots.drafts_SK.stride(0),
             DRAFTS=num_drafts,
             ROWS=triton.next_power_of_2(num_drafts + 1),
             BLOCK_SIZE=block_size,

@@ -14,7 +14,7 @@ from peagle.drafters.draft_pass import DraftPass, DraftSavings
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.p_eagle import drafter_for
 from peagle.engine.kv_cache import PagedCache
-from peagle.kernels.draft_layout import DraftLayout, draft_layout
+from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout
 from peagle.kernels.paged_attention import plan_attention
 from peagle.kernels.paged_decode import plan_decode
 from peagle.models.layers import Attend, use_kernels
@@ -79,12 +79,12 @@ class Case:
         def tensor(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self.device)
 
+        num_rows = len(positions) + batch * (self.num_drafts - 1)
+        sizes = LayoutSizes(self.config.mask_token_id or 0, self.num_drafts, num_rows, BLOCK, LIMIT)
         return draft_layout(
             tensor(rng.integers(0, 61, len(positions))), tensor(positions), tensor(rng.integers(0, 61, batch)),
-            tensor(self.start_B1), tensor(self.start_B1[:-1] + kept), mask_token_id=self.config.mask_token_id or 0,
-            num_drafts=self.num_drafts, num_rows=len(positions) + batch * (self.num_drafts - 1),
-            block_tables_BN=tensor(self.tables_BN), block_size=BLOCK, max_model_len=LIMIT,
-            slot_B=tensor(np.where(self.padding_B, -1, np.arange(batch))), backend="torch",
+            tensor(self.start_B1), tensor(self.start_B1[:-1] + kept), tensor(self.tables_BN), sizes,
+            tensor(np.where(self.padding_B, -1, np.arange(batch))), backend="torch",
         )  # fmt: skip
 
     def run(self, savings: DraftSavings, kernels: str = "torch") -> tuple[Tensor, Tensor, list[bool]]:

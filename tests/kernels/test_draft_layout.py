@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.kernels.draft_layout import PADDING_SLOT_ID, DraftLayout, draft_layout_ref
+from peagle.kernels.draft_layout import PADDING_SLOT_ID, DraftLayout, LayoutSizes, draft_layout_ref
 
 MASK = 99
 
@@ -14,9 +14,8 @@ MASK = 99
 def lay_out(ids, positions, next_tokens, starts, ends, tables, *, k: int, block: int, limit: int) -> DraftLayout:
     as_tensor = [torch.as_tensor(x) for x in (ids, positions, next_tokens, starts, ends)]
     return draft_layout_ref(
-        *as_tensor, mask_token_id=MASK, num_drafts=k, num_rows=len(ids) + len(next_tokens) * (k - 1),
-        block_tables_BN=torch.as_tensor(tables), block_size=block, max_model_len=limit,
-    )  # fmt: skip
+        *as_tensor, torch.as_tensor(tables), LayoutSizes(MASK, k, len(ids) + len(next_tokens) * (k - 1), block, limit)
+    )
 
 
 def test_worked_example_with_two_requests():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peagle.kernels.draft_layout import draft_layout, kv_slots
+from peagle.kernels.draft_layout import LayoutSizes, draft_layout, kv_slots
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -44,14 +44,11 @@ def compare(k: int, requests: list, seed: int, device: str, padded: bool = True)
     inputs = packed[offset:].split([len(a) for a in arrays])
     tables = torch.from_numpy(rng.integers(0, 2**34, (len(requests), limit // block + 3)))[:, :-3].to(device)
     slots = torch.tensor([-1 if padding else i for i, (*_, padding) in enumerate(requests)], device=device)
+    sizes = LayoutSizes(2**40, k, int(start[-1]) + len(requests) * (k - 1), block, limit)
     expected, got = (
-        draft_layout(
-            *inputs, mask_token_id=2**40, num_drafts=k, num_rows=int(start[-1]) + len(requests) * (k - 1),
-            block_tables_BN=tables, block_size=block, max_model_len=limit, slot_B=slots if padded else None,
-            backend=backend,
-        )
+        draft_layout(*inputs, tables, sizes, slots if padded else None, backend=backend)
         for backend in ("torch", "triton")
-    )  # fmt: skip
+    )
     for field in fields(expected):
         want, have = getattr(expected, field.name), getattr(got, field.name)
         assert want.dtype == have.dtype, field.name
@@ -89,9 +86,8 @@ def test_padding_is_dead_and_changes_nothing_else():
     def lay_out(count: int) -> dict:
         layout = draft_layout(
             torch.tensor([5, 6, 7] * count), torch.tensor([9, 10, 11] * count), torch.tensor([8] * count),
-            torch.arange(count + 1) * 3, torch.arange(count) * 3 + 1, mask_token_id=99, num_drafts=3,
-            num_rows=5 * count, block_tables_BN=torch.arange(8).expand(count, 8), block_size=2, max_model_len=16,
-            slot_B=torch.tensor([4, -1][:count]),
+            torch.arange(count + 1) * 3, torch.arange(count) * 3 + 1, torch.arange(8).expand(count, 8),
+            LayoutSizes(99, 3, 5 * count, 2, 16), torch.tensor([4, -1][:count]),
         )  # fmt: skip
         return {f.name: getattr(layout, f.name) for f in fields(layout)}
 

@@ -10,6 +10,7 @@ from peagle.kernels.accept import accept_ref
 from peagle.kernels.kv_write import kv_write_ref
 from peagle.kernels.linear import can_pack, pack_weight, packed_linear
 from peagle.kernels.paged_attention import paged_attention, paged_attention_ref, plan_rectangles
+from peagle.kernels.paged_decode import CacheView
 
 BLOCK = 4
 
@@ -62,7 +63,7 @@ def test_equals_the_loop_and_reads_nothing_else(
     key_lens, cpu = np.minimum(lens[1] + 3, 64), torch.device("cpu")
     plan = plan_rectangles(lens[0], key_lens, tables, BLOCK, heads_per_kv=heads // kv_heads, device=cpu)
     limit = torch.tensor([r for request in rows for r in request])
-    out = paged_attention_ref(q_RND, keys, values, limit, plan, window)
+    out = paged_attention_ref(q_RND, CacheView(keys, values, limit, window), plan)
     expected = reference(q_RND, [k for k, _ in contexts], [v for _, v in contexts], rows, window)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
@@ -79,7 +80,7 @@ def test_long_prompts_are_cut_and_rectangles_stay_small():
         max_scores=256 * length,
     )  # fmt: skip
     assert [tuple(r.rows_bQ.shape) for r in plan.rectangles] == [(1, 188), (1, 256), (1, 256)]
-    out = paged_attention(q_RND, k, v, limit, plan)
+    out = paged_attention(q_RND, CacheView(k, v, limit), plan)
     scores = (q_RND[:, 0] @ k[0, :length].T * dim**-0.5).masked_fill(limit[:, None] < limit[None], -torch.inf)
     torch.testing.assert_close(out[:, 0], scores.softmax(-1) @ v[0, :length], rtol=0, atol=1e-12)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.paged_attention import TilePlan, paged_attention, plan_attention
+from peagle.kernels.paged_decode import CacheView
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -74,7 +75,7 @@ def relative_error(
         limit = torch.cat(limits).to(device)
         poison = torch.nan if backend == "triton" else 0.0
         k, v = (cache.masked_fill(unseen[None, :, None], poison).to(device, dtype) for cache in (keys, values))
-        return paged_attention(q, k, v, limit, plan, window, sinks_N).double()
+        return paged_attention(q, CacheView(k, v, limit, window, sinks_N), plan).double()
 
     expected, out = run("torch"), run("triton")
     assert expected.isfinite().all()

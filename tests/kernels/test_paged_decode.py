@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.paged_attention import paged_attention, plan_rectangles
-from peagle.kernels.paged_decode import FINE_KEYS, DecodePlan, chunk_start, num_chunks, plan_decode
+from peagle.kernels.paged_decode import FINE_KEYS, CacheView, DecodePlan, chunk_start, num_chunks, plan_decode
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
@@ -71,8 +71,11 @@ class Case:
             plan.scratch.stats_WMC2T.fill_(torch.nan)
         return plan
 
+    def view(self) -> CacheView:
+        return CacheView(self.keys, self.values, self.limit_R, self.window, self.sinks_N)
+
     def run(self, plan: DecodePlan) -> Tensor:
-        out = paged_attention(self.q_RND, self.keys, self.values, self.limit_R, plan, self.window, self.sinks_N)
+        out = paged_attention(self.q_RND, self.view(), plan)
         if plan.scratch is not None:
             assert not plan.scratch.arrivals_WM.any()
         return out
@@ -132,7 +135,7 @@ def test_sinks_in_the_form_for_prompts():
     plan = plan_rectangles(
         np.full(3, 4), lens, case.tables_BN.long().numpy(), BLOCK, heads_per_kv=3, device=torch.device("cpu")
     )
-    out = paged_attention(case.q_RND, case.keys, case.values, case.limit_R, plan, None, case.sinks_N)
+    out = paged_attention(case.q_RND, case.view(), plan)
     assert error(out, case.expected()) < 1e-12
 
 
@@ -211,7 +214,7 @@ def test_interpreted_rows_do_not_depend_on_neighbours(settings: dict[str, int]):
     tables[0, : case.tables_BN.shape[1]] = case.tables_BN[2]
     for rows in ([8, 9, 10, 11], [9], [10, 11]):
         plan = plan_decode(len(rows), tables, BLOCK, heads=6, kv_heads=2, head_dim=16, backend="triton")
-        alone = paged_attention(case.q_RND[rows], case.keys, case.values, case.limit_R[rows], plan, case.window)
+        alone = paged_attention(case.q_RND[rows], case.view()._replace(limit_R=case.limit_R[rows]), plan)
         torch.testing.assert_close(alone, together[rows], rtol=0, atol=0 if len(rows) == 4 else 1e-6)
 
 
@@ -223,7 +226,7 @@ def test_interpreted_plans_outlive_lengths_and_tables():
     plan = case.plan("triton", 2)
     case.run(plan)
     case.tables_BN.copy_(other.tables_BN)
-    out = paged_attention(other.q_RND, other.keys, other.values, other.limit_R, plan)
+    out = paged_attention(other.q_RND, other.view(), plan)
     assert error(out, other.expected()) < TOLERANCE[torch.float32]
 
 
@@ -250,7 +253,7 @@ def test_a_graph_replays_while_lengths_change_on_gpu():
     case.run(plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_attention(case.q_RND, case.keys, case.values, case.limit_R, plan)
+        out = paged_attention(case.q_RND, case.view(), plan)
     for _ in range(200):
         graph.replay()
     first = out.clone()

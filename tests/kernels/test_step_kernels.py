@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.step_kernels import SHAPES, Step
 from peagle.kernels.accept import accept
-from peagle.kernels.draft_layout import DraftLayout, draft_layout
+from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout
 from peagle.kernels.draft_rows import MaskRow, draft_rows
 from peagle.kernels.expand_rows import expand_rows
 from peagle.kernels.kv_write import kv_write
@@ -78,9 +78,9 @@ def layout_of(k: int, masked: bool, device: str) -> DraftLayout:
     return draft_layout(
         torch.arange(total, device=device) % 50, torch.arange(total, device=device),
         torch.arange(batch, device=device), start, start[:-1] + torch.tensor(kept, device=device),
-        mask_token_id=10**6, num_drafts=drafts, num_rows=total + batch * (drafts - 1),
-        block_tables_BN=torch.zeros(batch, 30, dtype=torch.int64, device=device), block_size=16, max_model_len=480,
-        slot_B=torch.tensor([0] * 9 + [-1], device=device), backend="torch",
+        torch.zeros(batch, 30, dtype=torch.int64, device=device),
+        LayoutSizes(10**6, drafts, total + batch * (drafts - 1), 16, 480),
+        torch.tensor([0] * 9 + [-1], device=device), backend="torch",
     )  # fmt: skip
 
 

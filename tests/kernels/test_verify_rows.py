@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.kernels.accept import accept
 from peagle.kernels.commit import commit
-from peagle.kernels.verify_rows import VerifyRows, verify_rows
+from peagle.kernels.verify_rows import SlotRows, VerifyRows, verify_rows
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -24,7 +24,7 @@ once = settings(deadline=None, suppress_health_check=[HealthCheck.function_scope
 BLOCK, LIMIT, SLOTS, MOST_DRAFTS = 4, 32, 9, 7
 
 
-def random_state(device: str, width: int, limit: int = LIMIT) -> list[Tensor]:
+def random_state(device: str, width: int, limit: int = LIMIT) -> SlotRows:
     """Nine slots and the padding row; drafts and tables are slices of wider rows."""
     last_token = torch.randint(0, 2**40, (SLOTS + 1,))
     num_computed = torch.randint(0, limit + 3, (SLOTS + 1,))
@@ -33,7 +33,7 @@ def random_state(device: str, width: int, limit: int = LIMIT) -> list[Tensor]:
     for part in (last_token, num_computed, drafts, tables):
         part[-1] = 0
     drafts, tables = drafts.to(device)[:, :MOST_DRAFTS], tables.to(device)[:, :width]
-    return [last_token.to(device), num_computed.to(device), drafts, tables]
+    return SlotRows(last_token.to(device), num_computed.to(device), drafts, tables)
 
 
 def random_slots(batch: int, device: str) -> Tensor:
@@ -47,9 +47,7 @@ def test_verify_rows():
     """One request at the length limit, one well before it, padding; tables by hand."""
     tables = torch.tensor([[3, 1, 2], [7, 5, 6], [0, 0, 0]], dtype=torch.int32)
     state = torch.tensor([11, 22, 0]), torch.tensor([4, 0, 0]), torch.tensor([[12, 13, 9], [23, 24, 9], [0, 0, 0]])
-    rows = verify_rows(
-        *state, tables, torch.tensor([1, -1, 0]), num_drafts=2, block_size=2, max_model_len=5, backend="torch"
-    )
+    rows = verify_rows(SlotRows(*state, tables), torch.tensor([1, -1, 0]), 2, 2, 5, backend="torch")
     assert rows.ids_T.tolist() == [22, 23, 24, 0, 0, 0, 11, 12, 13]
     assert rows.positions_T.tolist() == [0, 1, 2, 0, 1, 2, 4, 5, 6]
     assert rows.slots_T.tolist() == [14, 15, 10, -1, -1, -1, 4, -1, -1]
@@ -67,8 +65,8 @@ def test_commit():
         torch.tensor([[40, 41, 42], [50, 51, 52], [60, 61, 62]]), torch.tensor([[40, 0], [50, 51], [60, 61]]), slots
     )
     out = commit(
-        *state, slots, torch.tensor([30, 0, 10]), accepted.count_B, accepted.next_token_B, accepted.emitted_BV,
-        accepted.count_B, torch.tensor([[80, 81], [90, 91], [70, 71]]), backend="torch",
+        SlotRows(*state, state[2]), slots, torch.tensor([30, 0, 10]), accepted.count_B, accepted.next_token_B,
+        accepted.emitted_BV, accepted.count_B, torch.tensor([[80, 81], [90, 91], [70, 71]]), backend="torch",
     )  # fmt: skip
     assert out.tolist() == [[40, 41, -1, 1], [-1, -1, -1, 0], [60, 61, 62, 2]]
     assert state[0].tolist() == [62, 2, 41, 0]
@@ -82,11 +80,8 @@ def compare_verify_rows(k: int, batch: int, seed: int, device: str, width: int =
     state, slots = random_state(device, width, width * BLOCK), random_slots(batch, device)
     before = [part.clone() for part in state]
     expected, got = (
-        verify_rows(
-            *state, slots, num_drafts=k, block_size=BLOCK, max_model_len=width * BLOCK - 1, backend=backend
-        )
-        for backend in ("torch", "triton")
-    )  # fmt: skip
+        verify_rows(state, slots, k, BLOCK, width * BLOCK - 1, backend=backend) for backend in ("torch", "triton")
+    )
     for name, want, have in zip(VerifyRows._fields, expected, got, strict=True):
         assert want.dtype == have.dtype, name
         assert torch.equal(want, have), name
@@ -97,15 +92,15 @@ def compare_commit(columns: int, k: int, batch: int, seed: int, device: str) -> 
     """Result and state, of which only the live slots' first K drafts change; the new drafts are part of wider rows."""
     torch.manual_seed(seed)
     slots, new = random_slots(batch, device), torch.randint(0, 2**40, (batch, k + 2), device=device)[:, :k]
-    state = random_state(device, 5)[:3]
+    state = random_state(device, 5)
     tokens = torch.randint(0, 2**40, (batch, columns), device=device)
     accepted = accept(tokens, tokens[:, :-1] + (torch.rand(batch, columns - 1, device=device) < 0.3), slots)
     first, kept = torch.randint(0, 2**33, (2, batch), device=device)
     after: list[list[Tensor]] = []
     for backend in ("torch", "triton"):
-        copy = [part.clone() for part in state]
+        copy = SlotRows(*(part.clone() for part in state))
         out = commit(
-            *copy, slots, first, kept, accepted.next_token_B, accepted.emitted_BV, accepted.count_B, new,
+            copy, slots, first, kept, accepted.next_token_B, accepted.emitted_BV, accepted.count_B, new,
             backend=backend,
         )  # fmt: skip
         after.append([out, *copy])
