@@ -38,11 +38,11 @@ check: $(VENV)/.installed-dev  ## Lint, types, line budget, README tables, tests
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/python scripts/line_budget.py
-	@$(BIN)/python scripts/readme_tables.py --check
+	@$(BIN)/python -m scripts.readme_tables --check
 	@$(MAKE) --no-print-directory test
 
 tables: $(VENV)/.installed-dev  ## Refill the README's tables from benchmarks/results
-	@$(BIN)/python scripts/readme_tables.py
+	@$(BIN)/python -m scripts.readme_tables
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code
 	@$(BIN)/ruff check --fix --select I

@@ -2,9 +2,9 @@
 
 Weights are random, and how many drafts are kept is drawn by chance with the announced acceptance lengths, so what is
 compared is the price of drafting and verifying, not a head. Where the announcement gives no length, it is derived
-(`peagle.bench.announcement`) and marked. The lengths drawn vary as little as their mean allows, as vLLM's synthetic
-mode has it. Load: a closed loop of random prompts. Decoding without drafts is the same on every prompt set, so it is
-measured once per concurrency and repeat.
+(`length_of`) and marked. The lengths drawn vary as little as their mean allows, as vLLM's synthetic mode has it. Load:
+a closed loop of random prompts. Decoding without drafts is the same on every prompt set, so it is measured once per
+concurrency and repeat.
 
 Hardware: one GPU. What is most worth knowing, c = 1 and 64, comes first, and --seconds ends it where it is. --resume
 goes on.
@@ -15,8 +15,10 @@ goes on.
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +26,7 @@ from rich.console import Console
 from benchmarks.common import command
 from benchmarks.engine_speed import dummy_drafter, dummy_target
 from benchmarks.speed_shapes import PROMPT_TOKENS, SHAPES, random_prompts
-from peagle.bench.announcement import ANNOUNCED, CONCURRENCY, DRAFTS, length_of
+from peagle.bench.announcement import ANNOUNCED
 from peagle.bench.closed_loop import Run
 from peagle.bench.sweep import Sweep, check_out
 from peagle.bench.sweep_plan import Setup, setups_of
@@ -34,6 +36,9 @@ from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.errors import PeagleError
 from peagle.kernels.synthetic_acceptance import synthetic_profile
 
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
+DRAFTS = (3, 5, 7)
+DEPTH = max(DRAFTS)
 _ORDER = (1, 64, 8, 16, 32, 2, 4)  # what the announcement gives figures of first
 
 
@@ -55,7 +60,45 @@ class _OnePlain:
         return self._plain[concurrency]
 
 
-def rates_of(dataset: str, setup: Setup, depth: int = max(DRAFTS)) -> tuple[float, ...]:
+def length_of(dataset: str, method: str, num_drafts: int) -> float:
+    """The announced acceptance length, or, where it is not given, the one that follows from what is given: ASSUMED.
+
+    A head keeps draft i with a chance that falls by the same factor from draft to draft. HumanEval gives the lengths of
+    two K, hence each method's factor; the other sets give that of K = 7, hence their first chance.
+    """
+    lengths = ANNOUNCED[dataset].acceptance_length
+    if (method, num_drafts) in lengths:
+        return lengths[method, num_drafts]
+    known = ANNOUNCED["humaneval"].acceptance_length
+    longest = known[method, DEPTH]
+    # The faster chances fall, the more of a given length comes from the first drafts.
+    factor = _bisect(lambda f: _length(_rates(longest, f), 3) <= known[method, 3], 0.85, 1.0)
+    return _length(_rates(lengths[method, DEPTH], factor), num_drafts)
+
+
+def _length(rates: Sequence[float], num_drafts: int) -> float:
+    """1 + the shares of rounds that keep draft 1, 2, ..."""
+    return 1.0 + sum(accumulate(rates[:num_drafts], mul))
+
+
+def _rates(length: float, factor: float) -> tuple[float, ...]:
+    """Chances a, a f, a f f, ..., at most 1, whose acceptance length is the given one."""
+
+    def chances(first: float) -> tuple[float, ...]:
+        return tuple(min(first * factor**draft, 1.0) for draft in range(DEPTH))
+
+    return chances(_bisect(lambda first: _length(chances(first), DEPTH) >= length, 0.0, 1.0))
+
+
+def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """The least number in the range from which on `holds` does."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def rates_of(dataset: str, setup: Setup, depth: int = DEPTH) -> tuple[float, ...]:
     """Conditional rates of `depth` drafts with the acceptance length of a prompt set, a method and a K."""
     rates = synthetic_profile(length_of(dataset, setup.method, setup.num_drafts), setup.num_drafts)
     return rates + (0.0,) * (depth - len(rates))

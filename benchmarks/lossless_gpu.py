@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, first_turns, say_progress
+from benchmarks.tables import render_block
 from peagle.bench.lossless import Judge, common_length
 from peagle.bench.report import read_result, write_result
-from peagle.bench.tables import render_block
 from peagle.config import EngineConfig
 from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter

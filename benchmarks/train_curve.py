@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import RESULTS, command
+from benchmarks.tables import render_block
 from peagle.bench.report import read_result, write_result
-from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 from peagle.training.plots import EvaluationPoint, read_log
 

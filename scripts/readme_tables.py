@@ -2,16 +2,16 @@
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results -->`.
 
-python scripts/readme_tables.py          # rewrite the pages
-python scripts/readme_tables.py --check  # exit status 1 if one of them is out of date
+python -m scripts.readme_tables          # rewrite the pages
+python -m scripts.readme_tables --check  # exit status 1 if one of them is out of date
 """
 
 import re
 import sys
 from pathlib import Path
 
+from benchmarks.tables import render_block
 from peagle.bench.report import read_result
-from peagle.bench.tables import render_block
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
             if arguments != ["--check"]:
                 path.write_text(wanted, encoding="utf-8")
     if arguments == ["--check"]:
-        print(f"tables out of date, run scripts/readme_tables.py: {', '.join(stale)}" if stale else "tables up to date")
+        print(f"tables out of date, run scripts.readme_tables: {', '.join(stale)}" if stale else "tables up to date")
         return bool(stale)
     return 0
 

@@ -2,7 +2,7 @@
 
 A result is one JSON file: `name`, `created` (UTC), `machine`, `versions`, `settings` (whatever it takes to run it
 again, the command included) and `results` ({"rows": [...]}, for each row a dataclass of what measured it). Every
-number the README shows is rendered from such a file (`peagle.bench.tables`).
+number the README shows is rendered from such a file (`benchmarks/tables.py`).
 """
 
 import json

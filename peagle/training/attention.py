@@ -1,9 +1,9 @@
 """Who sees whom among training rows.
 
-The relation (`may_attend`): a row (anchor a, depth d) sees the real rows of its document up to a and its own chain up
-to itself; with a sliding window W only real rows fewer than W positions back. Both parts are runs of keys: context keys
-[document start, a], and in a chunk of mask rows the d rows that end with the row itself. So no mask tensor is needed,
-only two ranges per row (`peagle.kernels.range_attention`).
+A row (anchor a, depth d) sees the real rows of its document up to a and its own chain up to itself; with a sliding
+window W only real rows fewer than W positions back. Both parts are runs of keys: context keys [document start, a], and
+in a chunk of mask rows the d rows that end with the row itself. So no mask tensor is needed, only two ranges per row
+(`peagle.kernels.range_attention`).
 
 Backends: "reference" is the two-part formula in torch, any device and float type, for tests and small runs; "flex" is
 FlexAttention over the same ranges; "kernel" is the Triton kernel.
@@ -26,23 +26,6 @@ from peagle.training.rows import Rows
 
 Backend = Literal["reference", "flex", "kernel"]
 Window = int | None
-
-
-def may_attend(
-    anchor_q: Tensor,
-    depth_q: Tensor,
-    doc_q: Tensor,
-    anchor_k: Tensor,
-    depth_k: Tensor,
-    doc_k: Tensor,
-    window: Window = None,
-) -> Tensor:
-    """The relation as a formula, for tests; the arguments broadcast. False wherever padding (doc -1) takes part."""
-    context = (depth_k == 0) & (anchor_k <= anchor_q)
-    if window is not None:
-        context &= anchor_q + depth_q - anchor_k < window
-    chain = (anchor_k == anchor_q) & (depth_k <= depth_q) & (depth_k > 0)
-    return (doc_q == doc_k) & (doc_q >= 0) & (context | chain)
 
 
 def document_starts(doc_P: Tensor) -> Tensor:

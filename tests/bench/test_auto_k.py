@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import auto_k
-from peagle.bench.engine_tables import auto_k as table
+from benchmarks.engine_tables import auto_k as table
 from peagle.bench.report import read_result
 
 

@@ -11,10 +11,10 @@ import time
 import pytest
 from rich.console import Console
 
+from benchmarks.tables import render_block
 from peagle.bench.report import read_result
 from peagle.bench.serve import FAILED_STATUS, run_bench_serve
 from peagle.bench.settings import BenchServeConfig
-from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 from tests.bench.fake_api import TOKENS, fake_api
 from tests.test_cli import environment

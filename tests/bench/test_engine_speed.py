@@ -20,8 +20,8 @@ from benchmarks.speed_shapes import (
     hf_config,
     plan,
 )
+from benchmarks.tables import render_block
 from peagle.bench.report import read_result, write_result
-from peagle.bench.tables import render_block
 from peagle.models.spec import spec_from_hf
 
 ROW = EngineSpeedRow(

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from benchmarks.tables import render_block
 from peagle.bench import evaluation
 from peagle.bench.card import ABOVE, AS_SAID, BELOW, compare_with_card, read_card, verdict
 from peagle.bench.evaluate import NOT_AS_EXPECTED_STATUS, run_eval
 from peagle.bench.report import read_result, write_result
 from peagle.bench.settings import EvalConfig
-from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 from tests.models.tiny import tiny_gguf
 from tests.test_cli import write_head

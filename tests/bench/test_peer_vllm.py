@@ -11,8 +11,8 @@ import pytest
 from benchmarks import peer_vllm
 from benchmarks.peer_vllm_worker import engine_arguments
 from benchmarks.speed_shapes import EAGLE3, P_EAGLE, PLAIN, Setup
+from benchmarks.tables import render_block
 from peagle.bench.report import read_result
-from peagle.bench.tables import render_block
 
 PRETENDER = """
 import time

@@ -9,10 +9,10 @@ from benchmarks.acceptance import AcceptanceRow
 from benchmarks.cpu_speed import SpeedRow
 from benchmarks.lossless import LosslessRow
 from benchmarks.lossless_gpu import LosslessSettingRow
+from benchmarks.tables import render_block
 from benchmarks.train_curve import CurveRow
 from peagle.bench.markdown import markdown_table
 from peagle.bench.report import provenance, read_result, write_result
-from peagle.bench.tables import render_block
 from peagle.errors import PeagleError
 
 ACCEPTANCE = AcceptanceRow(

@@ -18,8 +18,8 @@ from benchmarks.soak_requests import (
     read_stream,
 )
 from benchmarks.soak_server import Held, Server, Watch, slope
+from benchmarks.tables import render_block
 from peagle.bench.report import read_result, write_result
-from peagle.bench.tables import render_block
 from tests.server.serving import chat_llm, serving
 
 TEXT = "The capital of France is Paris, which lies on the river Seine and is known for its cafes."

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.announcement import rates_of
-from peagle.bench.announcement import ANNOUNCED, DRAFTS, length_of
+from benchmarks.announcement import DRAFTS, length_of, rates_of
+from benchmarks.tables import render_block
+from peagle.bench.announcement import ANNOUNCED
 from peagle.bench.closed_loop import Answer, Run
 from peagle.bench.report import read_result, write_result
 from peagle.bench.sweep_plan import Cell, Setup
 from peagle.bench.sweep_rows import Results, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN
 from peagle.bench.sweep_tables import announcement_tables, print_tables, sweep_tables
-from peagle.bench.tables import render_block
 
 FAST, SLOW, BASE = Setup(P_EAGLE, 3), Setup(EAGLE3, 3), Setup(PLAIN, 0)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from peagle.errors import PeagleError
-from peagle.training.attention import RowAttention, attend_all, causal_document_attend, may_attend
+from peagle.training.attention import RowAttention, attend_all, causal_document_attend
 from peagle.training.rows import draw_rows, sample_rows
 from tests.helpers import causal_attend
 from tests.training.tiny_drafter import (
@@ -13,6 +13,7 @@ from tests.training.tiny_drafter import (
     document,
     forward_rows,
     layout,
+    may_attend,
     pack_one,
     random_taps,
     rows_of,

@@ -11,11 +11,27 @@ from torch import Tensor
 
 from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
 from peagle.models.layers import Attend, RopeSpec
-from peagle.training.attention import may_attend
 from peagle.training.rows import Packed, RowLayout, Rows, build_rows, pack_documents
 
 VOCAB = 50
 TARGET_HIDDEN = 12
+
+
+def may_attend(
+    anchor_q: Tensor,
+    depth_q: Tensor,
+    doc_q: Tensor,
+    anchor_k: Tensor,
+    depth_k: Tensor,
+    doc_k: Tensor,
+    window: int | None = None,
+) -> Tensor:
+    """What a training row sees, as a formula; the arguments broadcast. False wherever padding (doc -1) takes part."""
+    context = (depth_k == 0) & (anchor_k <= anchor_q)
+    if window is not None:
+        context &= anchor_q + depth_q - anchor_k < window
+    chain = (anchor_k == anchor_q) & (depth_k <= depth_q) & (depth_k > 0)
+    return (doc_q == doc_k) & (doc_q >= 0) & (context | chain)
 
 
 @dataclass(frozen=True)

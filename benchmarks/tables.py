@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from peagle.bench import engine_tables, eval_tables
+from benchmarks import engine_tables
+from peagle.bench import eval_tables
 from peagle.bench.markdown import Cell, Json, figure, known, markdown_table, percent, shares, table_of
 from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.errors import PeagleError
