@@ -45,6 +45,38 @@ def _fold(out_TD: tl.tensor, top_T: tl.tensor, total_T: tl.tensor, chunk_TD: tl.
 
 
 @triton.jit
+def _nothing(TILE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What rows have before they attend to anything: sum, maximum and total of weights."""
+    return tl.zeros([TILE, HEAD_DIM], tl.float32), tl.full([TILE], _LOWEST, tl.float32), tl.zeros([TILE], tl.float32)
+
+
+@triton.jit
+def _keep(kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor, chunk_TD: tl.tensor, chunk_top_T: tl.tensor,
+          chunk_total_T: tl.tensor, TILE: tl.constexpr, HEAD_DIM: tl.constexpr) -> None:  # fmt: skip
+    """Leave a chunk in memory for the program that folds them all."""
+    tl.store(kept_TD + place * TILE * HEAD_DIM, chunk_TD)
+    tl.store(kept_T + place * 2 * TILE, chunk_top_T)
+    tl.store(kept_T + place * 2 * TILE + TILE, chunk_total_T)
+
+
+@triton.jit
+def _fold_kept(kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor, first: tl.tensor, end: tl.tensor,
+               TILE: tl.constexpr,
+               HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Fold the chunks first .. end - 1 that programs left."""
+    out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
+    AT_ONCE: tl.constexpr = max(1, min(4, _MOST_AT_ONCE // (TILE * HEAD_DIM)))
+    for from_chunk in range(first, end, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            kept, there = place + from_chunk + i, from_chunk + i < end
+            chunk_TD = tl.load(kept_TD + kept * TILE * HEAD_DIM, mask=there, other=0.0)
+            chunk_top_T = tl.load(kept_T + kept * 2 * TILE, mask=there, other=_LOWEST)
+            chunk_total_T = tl.load(kept_T + kept * 2 * TILE + TILE, mask=there, other=0.0)
+            out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+    return out_TD, top_T, total_T
+
+
+@triton.jit
 def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, first: tl.tensor,
                   stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, early: tl.tensor,
                   early_block_S: tl.tensor, scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -55,9 +87,7 @@ def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, tab
     Blocks of the KEYS keys from `early` on are known.
     """
     s, d = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
-    top_T = tl.full([TILE], _LOWEST, tl.float32)
-    total_T = tl.zeros([TILE], tl.float32)
-    out_TD = tl.zeros([TILE, HEAD_DIM], tl.float32)
+    out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
     for start in range(first, stop, KEYS):
         position_S = start + s
         # Slots that nobody sees may hold NaN, which a zero weight would not remove: they are not read.
@@ -143,9 +173,7 @@ def _decode_tile(
     head_offset = kv_head.to(tl.int64) * cache_head_stride
     place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS
     kept_TD, kept_T = scratch_out + t[:, None] * HEAD_DIM + d[None], scratch_stats + t
-    out_TD = tl.zeros([TILE, HEAD_DIM], tl.float32)
-    top_T = tl.full([TILE], _LOWEST, tl.float32)
-    total_T = tl.zeros([TILE], tl.float32)
+    out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
     for chunk in range(first + split, end, SPLITS):
         start = _chunk_start(chunk)
         if WINDOW > 0:  # whole turns of the loop before the window are left out
@@ -159,9 +187,7 @@ def _decode_tile(
             out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
         else:
             if count > 1:
-                tl.store(kept_TD + (place + chunk) * TILE * HEAD_DIM, chunk_TD)
-                tl.store(kept_T + (place + chunk) * 2 * TILE, chunk_top_T)
-                tl.store(kept_T + (place + chunk) * 2 * TILE + TILE, chunk_total_T)
+                _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
             out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
 
     if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
@@ -172,17 +198,7 @@ def _decode_tile(
                 live_T = t < 0  # the last to arrive writes the output
             else:
                 tl.store(arrival, 0)
-                out_TD = tl.zeros([TILE, HEAD_DIM], tl.float32)
-                top_T = tl.full([TILE], _LOWEST, tl.float32)
-                total_T = tl.zeros([TILE], tl.float32)
-                AT_ONCE: tl.constexpr = max(1, min(4, _MOST_AT_ONCE // (TILE * HEAD_DIM)))
-                for from_chunk in range(first, end, AT_ONCE):
-                    for i in tl.static_range(AT_ONCE):
-                        kept, there = place + from_chunk + i, from_chunk + i < end
-                        chunk_TD = tl.load(kept_TD + kept * TILE * HEAD_DIM, mask=there, other=0.0)
-                        chunk_top_T = tl.load(kept_T + kept * 2 * TILE, mask=there, other=_LOWEST)
-                        chunk_total_T = tl.load(kept_T + kept * 2 * TILE + TILE, mask=there, other=0.0)
-                        out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+                out_TD, top_T, total_T = _fold_kept(kept_TD, kept_T, place, first, end, TILE, HEAD_DIM)
 
     if SINKS:
         sink_T = tl.load(sinks_N + head_T).to(tl.float32) * _LOG2_E
