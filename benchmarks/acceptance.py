@@ -63,11 +63,9 @@ def main() -> None:
     suites = {Path(name).stem: first_turns(name, args.limit) for name in args.sets}
     # All before the first engine: on a CPU it packs the target's tables, which heads may want to share.
     heads = {
-        _label(path): load_drafter(
-            path, target.model, target.spec, dtype=dtype, device=device, target_name=target.name
-        )
+        _label(path): load_drafter(path, target.model, dtype=dtype, device=device, target_name=target.name)
         for path in args.head
-    }  # fmt: skip
+    }
     rows = [
         row
         for name, drafter in heads.items()

@@ -133,8 +133,8 @@ class Lossless:
         precision = resolve_dtype(dtype, self.device)
         self._target: Target = load_target(args.model, dtype=precision, device=self.device)
         self.judge = Judge(self._target, self.device)
-        model, spec = self._target.model, self._target.spec
-        self._drafter: Eagle3Drafter = load_drafter(args.head, model, spec, dtype=precision, device=self.device)
+        model = self._target.model
+        self._drafter: Eagle3Drafter = load_drafter(args.head, model, dtype=precision, device=self.device)
         self._conversations = conversations(args.prompts)
         self._prompt_lengths: list[int] = []  # known once the reference has run
 

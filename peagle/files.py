@@ -4,6 +4,7 @@ What is written is forced to the disk first: a rename that survives a power cut 
 """
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -39,6 +40,12 @@ def replacing(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise write_error(path, error) from error
         raise
+
+
+def sha256_of(file: Path) -> str:
+    """Of all its bytes. Raises OSError."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:

@@ -1,9 +1,6 @@
 """`peagle eval`: acceptance of a head on prompt sets, whether drafts change an answer, whether the card is right."""
 
-import hashlib
 import math
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,13 +16,14 @@ from peagle.bench.eval_rows import DEFINITION
 from peagle.bench.eval_tables import print_tables, wide_console
 from peagle.bench.evaluation import Evaluation, Found
 from peagle.bench.prompt_sets import NamedSet, load_sets
-from peagle.bench.report import check_result_path, read_result, write_result
+from peagle.bench.report import check_result_path, command_line, read_result, write_result
 from peagle.bench.sandbox import confinement
 from peagle.bench.settings import EvalConfig
 from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter, resolve_head
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.speculation import check_depth, trained_depth
+from peagle.files import sha256_of
 from peagle.meter import Meter
 from peagle.models.target import Target, load_target
 from peagle.models.weights import weight_files
@@ -91,16 +89,16 @@ def _load(head: Path, model: str, config: EvalConfig, device: torch.device) -> t
         check_depth(k, trained_depth(head))
     dtype = resolve_dtype(config.dtype, device)
     target = load_target(model, dtype=dtype, device=device)
-    drafter = load_drafter(head, target.model, target.spec, dtype=dtype, device=device, target_name=target.name)
+    drafter = load_drafter(head, target.model, dtype=dtype, device=device, target_name=target.name)
     return target, drafter
 
 
 def _provenance(head: Path, sets: Sequence[NamedSet]) -> dict[str, Any]:
     """What a result says of how it came about, of the head's files and of the prompts."""
     return {
-        "command": shlex.join(["peagle", *sys.argv[1:]]),
+        "command": command_line(),
         "head": head.resolve().name,
-        "head_sha256": " ".join(_sha256(file) for file in weight_files(head)),
+        "head_sha256": " ".join(sha256_of(file) for file in weight_files(head)),
         "datasets": {s.name: s.summary for s in sets},
         "definition": DEFINITION,
     }
@@ -127,8 +125,3 @@ def _answers(config: EvalConfig, sets: Sequence[NamedSet], tasks: Sequence[Task]
     drafted = len(config.k) * sum(len(s.rows) for s in sets)
     plain = sum(min(share, len(s.rows)) for s in sets)
     return len(config.temperatures) * (drafted + plain) + 2 * sum(len(task.questions) for task in tasks)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -9,8 +9,10 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
@@ -45,6 +47,11 @@ def provenance() -> dict[str, Any]:
             "commit": _commit(),
         },
     }
+
+
+def command_line(arguments: Sequence[str] | None = None) -> str:
+    """The `peagle` command that is running, or one with these arguments, as it is typed."""
+    return shlex.join(["peagle", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def write_result(path: Path | str, name: str, settings: Json, results: Json, where: Json | None = None) -> None:

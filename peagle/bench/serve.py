@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import hashlib
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +16,13 @@ from peagle.bench.counters import DEFINITION, Counters, acceptance
 from peagle.bench.latency import DEFINITIONS, gaps, summarise
 from peagle.bench.load import Load, extra_fields, run_load
 from peagle.bench.load_progress import LoadProgress
-from peagle.bench.report import check_result_path, provenance, write_result
+from peagle.bench.report import check_result_path, command_line, provenance, write_result
 from peagle.bench.server_info import ServerInfo, check_fits, read_counters, read_server
 from peagle.bench.sets import PromptSet, load_prompts
 from peagle.bench.settings import WITHOUT_EFFECT, BenchServeConfig
 from peagle.bench.signals import ignore_signals, signals_put_back
 from peagle.errors import PeagleError
+from peagle.files import sha256_of
 from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:
@@ -203,8 +202,7 @@ def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dic
 def _file_digest(path: str | None) -> str | None:
     if path is None or not Path(path).is_file():
         return None
-    with Path(path).open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return sha256_of(Path(path))
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -215,4 +213,4 @@ def _command(arguments: Sequence[str]) -> str:
             shown[index + 1] = "..."
         elif argument.startswith("--api-key="):
             shown[index] = "--api-key=..."
-    return shlex.join(["peagle", *shown])
+    return command_line(shown)

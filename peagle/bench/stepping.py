@@ -6,37 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Self
 
 import torch
 
 from peagle.bench.profile import STEP, Profile, read_trace, summarise
+from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
 
 SETTLED = 17  # tokens of every request before anything is measured: prefill is then over, and its after-effects
-
-
-class _Request(Protocol):
-    @property
-    def output_ids(self) -> list[int]: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-
-
-class _Core(Protocol):
-    @property
-    def has_work(self) -> bool: ...
-    def add(self, request: Any) -> None: ...
-    def step(self) -> object: ...
-
-
-class Engine(Protocol):
-    """What of `LLM` is used here."""
-
-    @property
-    def core(self) -> _Core: ...
-    def make_request(self, prompt: Sequence[int], params: SamplingParams) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +53,14 @@ class Decoding:
 
     def __init__(
         self,
-        engine: Engine,
+        llm: LLM,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._core, self._clock = engine.core, clock
+        self._core, self._clock = llm.core, clock
         self._prompt_tokens = sum(map(len, prompts))
-        self._requests: list[_Request] = [engine.make_request(prompt, params) for prompt in prompts]
+        self._requests = [llm.make_request(prompt, params) for prompt in prompts]
         for request in self._requests:
             self._core.add(request)
         self._steps = self._tokens = 0
@@ -134,9 +113,9 @@ class Decoding:
         return Window(count, end[0] - begin[0], end[1] - begin[1], end[2] - begin[2], context)
 
 
-def decode_window(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Window:
+def decode_window(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Window:
     """Answer the prompts and time the steps in which all of them decode."""
-    batch = Decoding(engine, prompts, params)
+    batch = Decoding(llm, prompts, params)
     batch.settle()
     window = batch.until_first_ends()
     batch.drain()

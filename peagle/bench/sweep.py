@@ -7,9 +7,7 @@ a server loads; and plots.
 import hashlib
 import json
 import random
-import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from rich.console import Console
 from peagle.bench.closed_loop import Run
 from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.bench.prompt_sets import find_set
-from peagle.bench.report import check_result_path, provenance, write_result
+from peagle.bench.report import check_result_path, command_line, provenance, write_result
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
@@ -67,7 +65,7 @@ def run_sweep(
     console.print(f"loading {model}", markup=False, highlight=False)
     source = EngineSource.load(model, used, sets, config, plain=PLAIN in methods)
     setting = {
-        "command": _command(),
+        "command": command_line(),
         "target": source.target.name,
         "datasets": _described(sets),
         "heads": {method: _identity(head) for method, head in used.items()},
@@ -90,7 +88,7 @@ def run_server_sweep(
     sets = read_sets(config.datasets, config.seed)
     source = ServerSource(model, servers, sets, config)
     setting = {
-        "command": _command(),
+        "command": command_line(),
         "target": model,
         "datasets": _described(sets),
         "servers": {setup.label: info.version for setup, info in source.infos.items()},
@@ -99,10 +97,6 @@ def run_server_sweep(
     }
     sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
     return sweep.measure(list(sets), list(servers))
-
-
-def _command() -> str:
-    return shlex.join(["peagle", *sys.argv[1:]])
 
 
 class Sweep:

@@ -83,11 +83,9 @@ class EngineSource:
             _check_head(method, head, layers, config.k)
         target = load_target(model, dtype=dtype, device=device)
         drafters = {
-            method: load_drafter(
-                head, target.model, target.spec, dtype=dtype, device=device, target_name=target.name
-            )
+            method: load_drafter(head, target.model, dtype=dtype, device=device, target_name=target.name)
             for method, head in heads.items()
-        }  # fmt: skip
+        }
         tokens = {
             name: [encode(target.tokenizer, prompt_text(target.tokenizer, row, raw=False)) for row in each]
             for name, each in rows.items()

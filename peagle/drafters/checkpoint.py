@@ -45,7 +45,6 @@ class _Tables:
 def load_drafter(
     path: Path | str,
     target: TargetModel | None,
-    spec: ModelSpec | None,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -55,12 +54,12 @@ def load_drafter(
     """The head at `path` (directory or Hub id) in eval mode, frozen unless `trainable`: a `PEagleDrafter` if it is one.
 
     `target` supplies the rows a head does not store; a frozen head shares their storage where dtype and device agree.
-    `spec` is checked for compatibility when given. Raises PeagleError for every unusable head.
+    Raises PeagleError for every unusable head, such as one that does not fit the target.
     """
     path = resolve_head(path)
     where = f"head {path}"
     raw = storage.read_config(path)
-    spec = target.spec if spec is None and target is not None else spec
+    spec = None if target is None else target.spec
     config = config_from_dict(raw, target_layers=spec.num_layers if spec else None, where=where)
     if spec is not None:
         check_compatible(config, spec, where=where)
@@ -120,7 +119,7 @@ def export_head(head_dir: Path | str, target: TargetModel | None, out_dir: Path 
     """Write the head at `head_dir` as a full, self-contained head in vLLM's plain layout, bfloat16."""
     path = resolve_head(head_dir)
     raw = storage.read_config(path)
-    drafter = load_drafter(path, target, None, dtype=torch.float32, device=torch.device("cpu"))
+    drafter = load_drafter(path, target, dtype=torch.float32, device=torch.device("cpu"))
     provenance = raw.get(PROVENANCE_KEY)
     save_drafter(
         drafter,

@@ -31,7 +31,7 @@ def load_start(
     and run disagree.
     """
     cpu = torch.device("cpu")
-    start = load_drafter(head, target, target.spec, dtype=torch.float32, device=cpu, trainable=True)
+    start = load_drafter(head, target, dtype=torch.float32, device=cpu, trainable=True)
     _check_agrees(start.config, str(head), num_layers, tap_ids, draft_vocab_size)
     return start
 

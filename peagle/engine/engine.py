@@ -305,14 +305,7 @@ def _load_checked(model: str, config: EngineConfig, speculation: SpeculativeConf
 def _load_head(asked: SpeculativeConfig, target: Target) -> tuple[Eagle3Drafter, SpeculativeConfig]:
     """The head, and the config with K settled for it. A warning is logged if K is beyond its trained depth."""
     weight = target.model.embed_tokens.weight
-    drafter = load_drafter(
-        asked.model,
-        target.model,
-        target.spec,
-        dtype=weight.dtype,
-        device=weight.device,
-        target_name=target.name,
-    )
+    drafter = load_drafter(asked.model, target.model, dtype=weight.dtype, device=weight.device, target_name=target.name)
     _check_kind(asked, drafter.config)
     if asked.rejection_sample_method == "synthetic":
         _log.warning("SYNTHETIC acceptance: drafts are kept by chance, the tokens mean nothing; for benchmarks only")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle.errors import PeagleError
+from peagle.files import sha256_of
 from peagle.models.weights import weight_files
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ def weights_fingerprint(path: Path) -> str:
 def file_sha256(file: Path) -> str | None:
     """None for a file that is not there: a tokenizer may come without a tokenizer.json. Raises PeagleError."""
     try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return sha256_of(file)
     except FileNotFoundError:
         return None
     except OSError as error:

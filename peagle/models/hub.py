@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from peagle.errors import PeagleError, one_line
+from peagle.files import sha256_of
 from peagle.models.gguf import CONVERTER_VERSION, convert_gguf
 
 DEMO_MODEL = "smollm2-135m"
@@ -84,8 +85,7 @@ def _demo_directory(progress: bool) -> Path:
     if converted.is_dir():
         return converted
     file = _demo_gguf()
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = sha256_of(file)
     if digest != DEMO_SHA256:
         raise PeagleError(
             f"{file} has SHA-256 {digest}: expected {DEMO_SHA256}; "

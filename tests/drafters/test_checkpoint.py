@@ -34,8 +34,8 @@ def save(drafter: PEagleDrafter, path: Path, **settings) -> Path:
     return path
 
 
-def load(path: Path, target=None, spec=None, dtype=torch.float32, **settings) -> PEagleDrafter:
-    return load_drafter(path, target, spec, dtype=dtype, device=CPU, **settings)
+def load(path: Path, target=None, dtype=torch.float32, **settings) -> PEagleDrafter:
+    return load_drafter(path, target, dtype=dtype, device=CPU, **settings)
 
 
 # --- round trips ----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_compact_round_trip_shares_the_tables_of_the_target(drafter, target, tmp
     stored = set(read_tensors(path))
     assert stored == PLAIN_KEYS - {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} | {"mask_embedding"}
     assert read_json(path)["peagle_shared_with_target"] == ["embed_tokens.weight", "lm_head.weight"]
-    head = load(path, target, SPEC)
+    head = load(path, target)
     assert torch.equal(logits(head), logits(drafter))
     assert head.embed_tokens.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
 
@@ -94,7 +94,7 @@ def test_compact_bfloat16_head_of_a_float32_target(drafter, target, tmp_path):
     path = save(drafter, tmp_path / "head", compact=True, target=target)
     half = make_target().to(torch.bfloat16)
     for other, dtype in ((target, torch.float32), (half, torch.bfloat16), (half, torch.float32)):
-        head = load(path, other, SPEC, dtype=dtype)
+        head = load(path, other, dtype=dtype)
         assert torch.equal(head.embed_tokens.weight.float(), target.embed_tokens.weight)
         assert torch.equal(head.mask_embedding.float(), drafter.mask_embedding.to(torch.bfloat16).float())
         assert head.rope.inv_freq.dtype == torch.float32
@@ -105,7 +105,7 @@ def test_small_draft_vocabulary_takes_the_target_rows_of_its_ids(small_vocab_dra
     tensors = read_tensors(path)
     assert "lm_head.weight" not in tensors
     assert torch.equal(tensors["t2d"], membership(DRAFT_IDS, 61))
-    head = load(path, target, SPEC)
+    head = load(path, target)
     assert torch.equal(head.lm_head.weight, target.lm_head.weight[DRAFT_IDS])
     assert torch.equal(head.to_target_ids(torch.arange(10)), DRAFT_IDS)
     assert torch.equal(logits(head), logits(small_vocab_drafter))
@@ -116,12 +116,12 @@ def test_trained_tables_stay_in_a_compact_file(drafter, target, tmp_path):
         drafter.lm_head.weight[3] += 1.0
     path = save(drafter, tmp_path / "head", compact=True, target=target, dtype=torch.float32)
     assert read_json(path)["peagle_shared_with_target"] == ["embed_tokens.weight"]
-    assert torch.equal(logits(load(path, target, SPEC)), logits(drafter))
+    assert torch.equal(logits(load(path, target)), logits(drafter))
 
 
 def test_int8_layers_stay_within_their_bound(drafter, target, tmp_path):
     path = save(drafter, tmp_path / "head", compact=True, target=target, int8_layers=True, dtype=torch.float32)
-    tensors, head = read_tensors(path), load(path, target, SPEC)
+    tensors, head = read_tensors(path), load(path, target)
     matrices = [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]
     assert len(matrices) == 3 * 7
     assert all(name.startswith(("midlayer.", "layers.")) for name in matrices)
@@ -149,10 +149,10 @@ def test_trained_mask_row_is_written_where_readers_look_and_the_target_is_untouc
     assert torch.equal(target.embed_tokens.weight, before)
     exported = load(tmp_path / "full")
     assert torch.equal(exported.mask_embedding, trained.float())
-    difference = logits(exported) - logits(load(compact, target, SPEC))
+    difference = logits(exported) - logits(load(compact, target))
     assert difference.norm() / logits(exported).norm() < 0.02  # int8 values rounded to bfloat16
     bf16 = logits(load(tmp_path / "full", dtype=torch.bfloat16))
-    assert torch.equal(bf16, logits(load(compact, target, SPEC, dtype=torch.bfloat16)))
+    assert torch.equal(bf16, logits(load(compact, target, dtype=torch.bfloat16)))
     assert read_json(tmp_path / "full")["peagle_provenance"] == {"recipe": "r1"}
     assert "peagle_shared_with_target" not in read_json(tmp_path / "full")
 
@@ -160,7 +160,7 @@ def test_trained_mask_row_is_written_where_readers_look_and_the_target_is_untouc
 def test_trainable_head_owns_its_memory(drafter, target, tmp_path):
     path = save(drafter, tmp_path / "head", compact=True, target=target)
     before = target.embed_tokens.weight.clone()
-    head = load(path, target, SPEC, trainable=True)
+    head = load(path, target, trainable=True)
     with torch.no_grad():
         for parameter in head.parameters():
             assert parameter.requires_grad
@@ -201,7 +201,7 @@ def test_other_spellings_load_to_the_same_head(change, drafter, tmp_path):
 def test_missing_tables_are_the_targets(drafter, target, tmp_path):
     path = save(drafter, tmp_path / "head", dtype=torch.float32)
     edit_tensors(path, lambda tensors: (tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")))
-    head = load(path, target, SPEC)
+    head = load(path, target)
     assert torch.equal(head.lm_head.weight, target.lm_head.weight)
     assert torch.equal(head.mask_embedding, target.embed_tokens.weight[7])
     with pytest.raises(PeagleError, match=r"embed_tokens\.weight and lm_head\.weight.*tiny"):
@@ -289,10 +289,10 @@ def test_broken_heads_are_refused_in_one_line(case, drafter, tmp_path):
         (replace(SPEC, num_layers=4), r"taps layer 5 \(taps \[2, 3, 5\]\), this target has ids 0 to 4"),
     ],
 )
-def test_head_of_another_target_is_refused(spec, message, drafter, tmp_path):
-    path = save(drafter, tmp_path / "head")
+def test_head_of_another_target_is_refused(spec, message, drafter, target, tmp_path):
+    path, target.spec = save(drafter, tmp_path / "head"), spec
     with pytest.raises(PeagleError, match=message):
-        load(path, None, spec)
+        load(path, target)
 
 
 def test_last_tap_may_be_the_stream_after_the_last_layer():
@@ -304,7 +304,7 @@ def test_last_tap_may_be_the_stream_after_the_last_layer():
 def test_compact_head_knows_its_target_from_one_of_equal_shape(drafter, target, tmp_path):
     path = save(drafter, tmp_path / "head", compact=True, target=target, base_model="tiny-chat")
     with pytest.raises(PeagleError, match=r"of tiny-chat .*not those of tiny-code"):
-        load(path, make_target(seed=9), SPEC, target_name="tiny-code")
+        load(path, make_target(seed=9), target_name="tiny-code")
 
 
 def test_compact_settings_that_contradict_each_other(drafter, tmp_path):

@@ -39,7 +39,7 @@ def save(drafter: Eagle3Drafter, path: Path, **settings: object) -> Path:
 
 
 def load(path: Path, target: TargetModel | None = None) -> Eagle3Drafter:
-    return load_drafter(path, target, None, dtype=torch.float32, device=torch.device("cpu"))
+    return load_drafter(path, target, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_the_mask_token_makes_the_kind():

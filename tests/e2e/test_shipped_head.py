@@ -58,8 +58,8 @@ def test_the_exported_head_drafts_the_same(llm: LLM, tmp_path: Path):
     target = load_target("smollm2-135m", dtype=torch.bfloat16, device=torch.device("cpu"))
     export_head(HEAD, target.model, tmp_path / "full")
     load = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    full = load_drafter(tmp_path / "full", None, None, **load)
-    compact = load_drafter(HEAD, target.model, target.spec, **load)
+    full = load_drafter(tmp_path / "full", None, **load)
+    compact = load_drafter(HEAD, target.model, **load)
     for name, value in compact.state_dict().items():
         other = full.state_dict()[name]
         if name == "embed_tokens.weight":  # the exported table holds the trained mask row

@@ -61,7 +61,7 @@ def test_run_leaves_head_log_and_recipe(tmp_path):
     assert [line["step"] for line in log_lines(tmp_path)] == [2, 4, 6, 6]
     assert json.loads((tmp_path / "recipe.json").read_text())["num_depths"] == 4
     target = tiny_target()
-    head = load_drafter(result.head, target.model, target.spec, dtype=torch.float32, device=torch.device("cpu"))
+    head = load_drafter(result.head, target.model, dtype=torch.float32, device=torch.device("cpu"))
     assert head.config.mask_token_id == MASK
     again = run(tmp_path, recipe())
     assert again.state == result.state, "a finished run is left alone"

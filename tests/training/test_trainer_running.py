@@ -95,7 +95,7 @@ def test_averaged_weights_are_evaluated_exported_and_resumed(tmp_path, monkeypat
         assert equal(*(load_file(folder / file) for folder in folders)), file
     assert straight.evaluation == resumed.evaluation
     target, cpu = tiny_target(), torch.device("cpu")
-    head = load_drafter(straight.head, target.model, target.spec, dtype=torch.float32, device=cpu).state_dict()
+    head = load_drafter(straight.head, target.model, dtype=torch.float32, device=cpu).state_dict()
     own = load_file(folders[0] / "model.safetensors")
     averages = load_file(folders[0] / "optimizer.safetensors")
     assert torch.equal(head["fc.weight"], averages["ema.fc.weight"].bfloat16().float())
