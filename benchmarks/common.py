@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from peagle.bench.datasets import read_prompts
 from peagle.bench.prompt_sets import SHIPPED_SETS, find_set
+from peagle.prompt_file import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = ROOT / "heads" / "smollm2-135m-instruct-p-eagle"

@@ -117,7 +117,7 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
 ) -> None:
     """Answer one prompt, or a file of prompts in one batch."""
-    from peagle.bench.datasets import PromptRow, read_prompts
+    from peagle.prompt_file import PromptRow, read_prompts
 
     if (prompt is None) == (prompts_file is None):
         raise PeagleError("give either --prompt TEXT or --prompts-file F.jsonl")

@@ -5,26 +5,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from peagle.bench.datasets import PromptRow
 from peagle.exits import write_utf8
-from peagle.models.tokenizer import render_chat
+from peagle.models.tokenizer import chat_prompt
+from peagle.prompt_file import PromptRow
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from peagle.engine.engine import LLM
     from peagle.engine.request import RequestOutput
     from peagle.sampling import SamplingParams
 
-
 LINE_ENDS = "\u0085\u2028\u2029"  # json leaves them as they are, str.splitlines and others cut at them
-
-
-def prompt_text(tokenizer: "PreTrainedTokenizerFast", row: PromptRow, *, raw: bool) -> str:
-    """The text the target sees: in its chat template, or as it stands if `raw` or if the model has no template."""
-    if raw or not tokenizer.chat_template:
-        return "\n\n".join(message["content"] for message in row.messages)
-    return render_chat(tokenizer, list(row.messages), add_generation_prompt=True)
 
 
 def figures(output: "RequestOutput") -> str:
@@ -105,6 +95,6 @@ def print_answers(llm: "LLM", rows: Sequence[PromptRow], params: "SamplingParams
     if as_json:
         write_utf8()
     answers = OrderedAnswers(len(rows), write, record if as_json else finish_text)
-    prompts = [prompt_text(llm.tokenizer, row, raw=raw) for row in rows]
+    prompts = [chat_prompt(llm.tokenizer, row.messages, raw=raw) for row in rows]
     on_delta = None if as_json else answers.on_delta
     llm.generate(prompts, params, on_delta=on_delta, on_finish=answers.on_finish)

@@ -5,8 +5,9 @@ import time
 from types import SimpleNamespace
 
 from peagle.acceptance import AcceptanceStats
-from peagle.bench.datasets import PromptRow
-from peagle.terminal import OrderedAnswers, json_line, prompt_text
+from peagle.models.tokenizer import chat_prompt
+from peagle.prompt_file import PromptRow
+from peagle.terminal import OrderedAnswers, json_line
 from peagle.waiting import said_if_slow
 
 
@@ -34,9 +35,9 @@ def test_what_takes_long_is_said(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_prompt_text_without_a_template_is_the_text():
+def test_a_prompt_without_a_template_is_the_text():
     tokenizer = SimpleNamespace(chat_template=None)
-    assert prompt_text(tokenizer, PromptRow.of_user("Hi"), raw=False) == "Hi"
+    assert chat_prompt(tokenizer, PromptRow.of_user("Hi").messages) == "Hi"
 
 
 def test_a_record_is_one_line_for_every_reader():

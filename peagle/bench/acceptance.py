@@ -3,16 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from peagle.acceptance import AcceptanceStats
 from peagle.engine.engine import LLM
 from peagle.engine.request import RequestOutput
-from peagle.models.tokenizer import render_chat
+from peagle.models.tokenizer import chat_prompt
 from peagle.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 LOOP_NGRAM = 12  # tokens; a token that ends a repeated n-gram of this length is looping text
 
@@ -71,13 +67,6 @@ def looping_tokens(token_ids: Sequence[int]) -> list[bool]:
     return flags
 
 
-def prompt_of(tokenizer: "PreTrainedTokenizerFast", messages: list[dict[str, str]]) -> str:
-    """A conversation in the target's chat template; as plain text where the target has none."""
-    if not tokenizer.chat_template:
-        return "\n\n".join(message["content"] for message in messages)
-    return render_chat(tokenizer, messages, add_generation_prompt=True)
-
-
 class SuiteAnswers:
     """Answers to the conversations of all suites, made as one batch. When that is cut short, by Ctrl-C for example, the
     suites that were finished by then are still here.
@@ -106,7 +95,7 @@ class SuiteAnswers:
             if on_finish is not None:
                 on_finish(output)
 
-        prompts = [prompt_of(llm.tokenizer, messages) for messages in chain.from_iterable(self._suites.values())]
+        prompts = [chat_prompt(llm.tokenizer, messages) for messages in chain.from_iterable(self._suites.values())]
         params = [
             SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + place)
             for _, place in self._places

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from peagle.bench.acceptance import SuiteAnswers, prompt_of
+from peagle.bench.acceptance import SuiteAnswers
 from peagle.bench.accuracy import Task, mark
 from peagle.bench.eval_rows import AccuracyRow, CardRow, GroupRow, QuestionRow, group_row, set_row
 from peagle.bench.groups import by_category, by_context, counts
@@ -23,7 +23,7 @@ from peagle.engine.request import RequestOutput
 from peagle.errors import PeagleError
 from peagle.meter import Meter
 from peagle.models.target import Target
-from peagle.models.tokenizer import encode
+from peagle.models.tokenizer import chat_prompt, encode
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class Evaluation:
         asked += [(task.name, task.conversations, self._config.accuracy_tokens) for task in self._tasks]
         for name, conversations, tokens in asked:
             for place, messages in enumerate(conversations, 1):
-                length = len(encode(self._target.tokenizer, prompt_of(self._target.tokenizer, messages)))
+                length = len(encode(self._target.tokenizer, chat_prompt(self._target.tokenizer, messages)))
                 if length >= room:
                     raise PeagleError(
                         f"prompt {place} of {name} has {length} tokens, the model's context is {room}: leave the set "

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from peagle.bench.datasets import PromptRow, parse_row, read_prompts
 from peagle.bench.prompt_sets import shipped_set
 from peagle.bench.settings import BenchServeConfig
 from peagle.checks import parse_object
 from peagle.errors import PeagleError, one_line
+from peagle.prompt_file import PromptRow, parse_row, read_prompts
 
 # Columns that hold what a user says, the likeliest first.
 COLUMNS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")

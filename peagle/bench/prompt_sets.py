@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import peagle
-from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.errors import PeagleError
+from peagle.prompt_file import PromptRow, read_prompts
 
 SHIPPED_SETS = ("mt_bench", "humaneval", "gsm8k", "mbpp")
 

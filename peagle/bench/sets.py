@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.bench.datasets import Message, PromptRow, read_prompts
 from peagle.bench.prompt_sets import SHIPPED_SETS, shipped_set
 from peagle.bench.settings import DEFAULT_OUTPUT_LEN, OWN_OUTPUT_LEN, BenchServeConfig
 from peagle.errors import PeagleError
+from peagle.prompt_file import Message, PromptRow, read_prompts
 
 _RANDOM_PROMPTS = 1000
 # What SPEED-Bench has in place of texts that it may not hand on.

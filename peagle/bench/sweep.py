@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import Console
 
 from peagle.bench.closed_loop import Run
-from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.bench.prompt_sets import find_set
 from peagle.bench.report import check_result_path, command_line, provenance, write_result
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
@@ -30,6 +29,7 @@ from peagle.bench.sweep_tables import print_tables
 from peagle.drafters.checkpoint import resolve_head
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
+from peagle.prompt_file import PromptRow, read_prompts
 
 DEFINITIONS = {
     "tokens_per_second": "output tokens / seconds from the first request to the last token, prompts included",

@@ -11,7 +11,6 @@ from peagle.bench.client import Answer as ClientAnswer
 from peagle.bench.client import open_session
 from peagle.bench.closed_loop import Answer, Run
 from peagle.bench.counters import Counters
-from peagle.bench.datasets import PromptRow
 from peagle.bench.load import Load, run_load
 from peagle.bench.server_info import ServerInfo, read_counters, read_server
 from peagle.bench.sets import LoadPrompt
@@ -21,6 +20,7 @@ from peagle.bench.sweep_plan import Setup
 from peagle.bench.sweep_settings import METHODS, PLAIN, SweepConfig
 from peagle.config import MAX_SPECULATIVE_TOKENS
 from peagle.errors import PeagleError
+from peagle.prompt_file import PromptRow
 
 _WARM_UP_TOKENS = 12
 _FORM = "write METHOD:K=URL, such as p-eagle:7=http://localhost:8000, or none=URL"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from peagle.bench.closed_loop import Job, Run, answer_all
-from peagle.bench.datasets import PromptRow
 from peagle.bench.sweep_plan import Setup
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN, SweepConfig
 from peagle.config import EngineConfig
@@ -20,9 +19,9 @@ from peagle.engine.speculation import FixedK, check_depth, trained_depth
 from peagle.errors import PeagleError
 from peagle.models.hub import resolve_model
 from peagle.models.target import Target, load_target, read_spec
-from peagle.models.tokenizer import encode
+from peagle.models.tokenizer import chat_prompt, encode
+from peagle.prompt_file import PromptRow
 from peagle.sampling import SamplingParams
-from peagle.terminal import prompt_text
 
 _BLOCK_SIZE = 16
 _WARM_UP_TOKENS = 12  # of answers that nobody times: prompts' kernels are compiled, the allocator has filled
@@ -87,7 +86,7 @@ class EngineSource:
             for method, head in heads.items()
         }
         tokens = {
-            name: [encode(target.tokenizer, prompt_text(target.tokenizer, row, raw=False)) for row in each]
+            name: [encode(target.tokenizer, chat_prompt(target.tokenizer, row.messages)) for row in each]
             for name, each in rows.items()
         }
         return cls(target, drafters, tokens, config, plain=plain)

@@ -2,16 +2,14 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peagle.acceptance import AcceptanceStats
 from peagle.engine.outputs import Logprobs, ShownRound, StepOutput
 from peagle.engine.text import MeasuredStream, TextStream
 from peagle.kernels.logprobs import RowLogprobs
 from peagle.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from peagle.engine.grammar import Matcher
+from peagle.structured.matcher import Matcher
 
 
 @dataclass(slots=True)
@@ -58,7 +56,7 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int  # the smaller of params.max_tokens and what the context length leaves
     stream: TextStream | None = None
-    matcher: "Matcher | None" = None  # of the grammar that the output follows; it has seen `output_ids`
+    matcher: Matcher | None = None  # of the grammar that the output follows; it has seen `output_ids`
     arrival: int = -1  # -1: not queued yet
     slot: int = -1  # -1: none
     blocks: list[int] = field(default_factory=list)

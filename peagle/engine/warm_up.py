@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from peagle.engine.engine import LLM
-from peagle.engine.grammar import AnyText
 from peagle.engine.graphs import COMMON_MODES, EVERYTHING, bucket_sizes
 from peagle.engine.request import Request
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import TableK, draft_counts
 from peagle.sampling import SamplingParams
+from peagle.structured.matcher import AnyText
 
 _log = logging.getLogger(__name__)
 

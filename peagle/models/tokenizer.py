@@ -107,6 +107,14 @@ def render_chat(
     return ChatText(text)
 
 
+def chat_prompt(tokenizer: "PreTrainedTokenizerFast", messages: Sequence[dict[str, str]], *, raw: bool = False) -> str:
+    """What the target is to answer: a conversation in its chat template, or its texts alone if `raw` or if the model
+    has no template."""
+    if raw or not tokenizer.chat_template:
+        return "\n\n".join(message["content"] for message in messages)
+    return render_chat(tokenizer, messages, add_generation_prompt=True)
+
+
 def encode(tokenizer: "PreTrainedTokenizerFast", text: str, add_special_tokens: bool | None = None) -> list[int]:
     """Token ids of `text`; special tokens written out in it become their ids. Unless told, plain text gets what the
     tokenizer adds by itself, such as a BOS, and the text of a chat template gets nothing."""

@@ -80,8 +80,8 @@ class Vocabulary:
 
 
 class GrammarMatcher:
-    """`peagle.engine.grammar.Matcher` over xgrammar's. Past the end, and where the vocabulary has no way on, the only
-    way is to end the text, which may then be said again and again."""
+    """`Matcher` over xgrammar's. Past the end, and where the vocabulary has no way on, the only way is to end the text,
+    which may then be said again and again."""
 
     def __init__(self, compiled: Any, stop_ids: Sequence[int], vocab_size: int) -> None:
         import xgrammar

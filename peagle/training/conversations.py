@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from peagle.bench.datasets import Message, PromptRow
 from peagle.errors import PeagleError
 from peagle.models.tokenizer import render_chat
+from peagle.prompt_file import Message, PromptRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from peagle.bench.datasets import read_prompts
 from peagle.config import EngineConfig, PrepareConfig
 from peagle.errors import PeagleError
 from peagle.files import open_output
@@ -22,6 +21,7 @@ from peagle.models.fingerprint import file_sha256, template_sha256, weights_fing
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
 from peagle.models.tokenizer import load_tokenizer
+from peagle.prompt_file import read_prompts
 from peagle.sampling import SamplingParams
 from peagle.training.conversations import Conversation, Dialogue, Response, conversation_from_row, encode_all
 from peagle.training.dataset import read_shard

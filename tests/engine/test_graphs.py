@@ -8,7 +8,6 @@ import torch
 
 from peagle.engine import build
 from peagle.engine.core import EngineCore
-from peagle.engine.grammar import AnyText
 from peagle.engine.graphs import COMMON_MODES, EVERYTHING, DecodeGraphs, Key, _Captured, bucket_sizes
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import RequestOutput
@@ -17,6 +16,7 @@ from peagle.engine.speculation import draft_counts
 from peagle.engine.warm_up import WarmUp
 from peagle.kernels.logprobs import RowLogprobs
 from peagle.sampling import SamplingParams
+from peagle.structured.matcher import AnyText
 from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

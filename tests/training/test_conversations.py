@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.errors import PeagleError
 from peagle.models.hub import resolve_model
 from peagle.models.tokenizer import encode, load_tokenizer
+from peagle.prompt_file import PromptRow, read_prompts
 from peagle.training.conversations import Dialogue, Response, conversation_from_row, encode_all
 
 END = "<|im_end|>"

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from peagle.bench.datasets import read_prompts
 from peagle.config import SelfPromptConfig
 from peagle.errors import PeagleError
 from peagle.models.tokenizer import load_tokenizer
+from peagle.prompt_file import read_prompts
 from peagle.training import self_prompts as module
 from peagle.training.self_prompts import self_prompts, user_prefix
 from tests.models.tiny import tiny_gguf

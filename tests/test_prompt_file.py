@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from peagle.bench.datasets import PromptRow, read_prompts
 from peagle.errors import PeagleError
+from peagle.prompt_file import PromptRow, read_prompts
 from tests.test_repository import ROOT
 
 
