@@ -38,8 +38,8 @@ def build_core(
     most_drafts: int,
     config: EngineConfig,
     *,
-    pack: bool,
-    synthetic_rates: Sequence[float] | None,
+    pack: bool = True,
+    synthetic_rates: Sequence[float] | None = None,
     savings: DraftSavings | None = None,
 ) -> EngineCore:
     """Allocate the caches on the models' device and join everything, for up to `most_drafts` drafts a round.

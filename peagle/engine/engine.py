@@ -15,6 +15,7 @@ from peagle.drafters.checkpoint import load_drafter, local_head
 from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.build import build_core, check_max_model_len, resolve_kernels
+from peagle.engine.core import EngineCore
 from peagle.engine.costs import measure_costs
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.speculation import FixedK, check_depth, choose_policy, draft_counts, trained_depth
@@ -73,11 +74,12 @@ class LLM:
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         target = _load_checked(model, config, speculative_config)
         if speculative_config is None:
-            self._build(target, None, config, 0)
+            self._assemble(target, None, build_core(target, None, 0, config), 0, config.seed)
             return
         drafter, speculation = _load_head(speculative_config, target)
         most_drafts = speculation.max_drafts
-        self._build(target, drafter, config, most_drafts, synthetic_rates=speculation.synthetic_rates)
+        core = build_core(target, drafter, most_drafts, config, synthetic_rates=speculation.synthetic_rates)
+        self._assemble(target, drafter, core, most_drafts, config.seed)
         self._policy = choose_policy(speculation, lambda: measure_costs(self.core, draft_counts(most_drafts)))
         self.core.policy = self._policy
 
@@ -103,34 +105,20 @@ class LLM:
             raise PeagleError(
                 f"num_speculative_tokens is {num_speculative_tokens}: it must be 0 to {MAX_SPECULATIVE_TOKENS}"
             )
+        drafts = 0 if drafter is None else num_speculative_tokens
+        core = build_core(target, drafter, drafts, config, pack=pack, synthetic_rates=synthetic_rates, savings=savings)
         llm = cls.__new__(cls)
-        llm._build(target, drafter, config, num_speculative_tokens, pack, synthetic_rates, savings)
+        llm._assemble(target, drafter, core, drafts, config.seed)
         return llm
 
-    def _build(
-        self,
-        target: Target,
-        drafter: Eagle3Drafter | None,
-        config: EngineConfig,
-        most_drafts: int,
-        pack: bool = True,
-        synthetic_rates: Sequence[float] | None = None,
-        savings: DraftSavings | None = None,
+    def _assemble(
+        self, target: Target, drafter: Eagle3Drafter | None, core: EngineCore, most_drafts: int, seed: int
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, target.tokenizer
-        self.num_speculative_tokens = most_drafts if drafter is not None else 0
-        self.core = build_core(
-            target,
-            drafter,
-            self.num_speculative_tokens,
-            config,
-            pack=pack,
-            synthetic_rates=synthetic_rates,
-            savings=savings,
-        )
-        self.max_model_len = self.core.max_model_len
-        self._policy = self.core.policy
-        self._rng = np.random.default_rng(config.seed)
+        self.core, self.max_model_len = core, core.max_model_len
+        self.num_speculative_tokens = most_drafts
+        self._policy = core.policy
+        self._rng = np.random.default_rng(seed)
         self._generating = threading.Lock()
 
     @cached_property
