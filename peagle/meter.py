@@ -1,4 +1,4 @@
-"""How far a long job is: a bar with rate and time left on a terminal, a line now and then elsewhere."""
+"""What a long job says: how far it is, a bar on a terminal and a line now and then elsewhere, and plain lines."""
 
 import time
 from types import TracebackType
@@ -8,6 +8,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINE_SECONDS = 10.0  # between the lines of a log
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it stands: no markup, no colours, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Meter:
@@ -62,7 +67,7 @@ class Meter:
 
     def say(self, text: str) -> None:
         """Print one line as it stands."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     @property
     def _rate(self) -> float:

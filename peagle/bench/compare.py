@@ -14,6 +14,7 @@ from peagle.bench.report import read_result
 from peagle.bench.result_figures import Figure, Key, depends_on_amount, direction, figures_by_row, other_amounts
 from peagle.bench.statistics import Interval
 from peagle.errors import PeagleError
+from peagle.meter import say
 
 REGRESSION_STATUS = 1
 # What differs between any two runs, and what is shown otherwise.
@@ -114,10 +115,10 @@ def run_compare(
     if shown:
         console.print(_table(shown, first.name, second.name))
     counted = ", ".join(f"{verdicts.count(v)} {v}" for v in ("same", "noise", "moved", "cannot tell") if v in verdicts)
-    console.print(f"{len(verdicts)} figures: {counted}", highlight=False, soft_wrap=True)
+    say(console, f"{len(verdicts)} figures: {counted}")
     reasons = Counter(change.unsure for change in found.changes if change.verdict == "cannot tell")
     for reason, count in reasons.items():
-        console.print(f"cannot tell of {count}: {reason}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"cannot tell of {count}: {reason}")
     return 0 if fail_on_regression is None else _judge(found, fail_on_regression, console)
 
 
@@ -132,7 +133,7 @@ def _judge(found: Comparison, percent: float, console: Console) -> int:
             "cannot be told; they do not fail the command"
         )
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
     return REGRESSION_STATUS if worse else 0
 
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from peagle.bench.client import Answer
+from peagle.meter import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +65,7 @@ class LoadProgress:
             left = seconds / self._done * (self._count - self._done) if self._done else None
             end = "time left unknown yet" if left is None else f"about {left:.0f} s left"
             line = f"{self._what}: {self._done} of {self._count}, {rate}, {end}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            say(self._console, line)
 
     def _streamed(self, answers: Sequence[Answer]) -> float:
         """Tokens so far. Of an answer under way only chunks are known: they hold what those of ended answers held."""

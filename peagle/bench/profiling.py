@@ -19,6 +19,7 @@ from peagle.config import MAX_SPECULATIVE_TOKENS, ProfileConfig, SpeculativeConf
 from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
+from peagle.meter import say
 from peagle.models.hub import resolve_model
 from peagle.models.spec import ModelSpec
 from peagle.models.target import read_spec
@@ -110,7 +111,7 @@ def run_profile(
         settings = {"model": llm.target.name, "drafting": drafting, "prompts": prompts, **asdict(config)}
         results = {"summary": measured.summary(), "rows": measured.rows()}
         write_result(out, out.stem, settings | {"device": str(device)}, results)
-        console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"wrote {out}")
     return measured
 
 

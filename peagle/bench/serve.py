@@ -23,6 +23,7 @@ from peagle.bench.settings import WITHOUT_EFFECT, BenchServeConfig
 from peagle.bench.signals import ignore_signals, signals_put_back
 from peagle.errors import PeagleError
 from peagle.files import sha256_of
+from peagle.meter import say
 from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def run_bench_serve(config: BenchServeConfig, console: "Console | None" = None) 
         finally:  # what cannot be written can still be read
             print_report(Console(), results["rows"][0], config)
         if path is not None:
-            console.print(f"{'partial results' if stopped else 'results'}: {path}", highlight=False, soft_wrap=True)
+            say(console, f"{'partial results' if stopped else 'results'}: {path}")
     if stopped is not None:
         return 128 + stopped
     return 0 if results["rows"][0]["failed"] == 0 else FAILED_STATUS

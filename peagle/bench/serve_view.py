@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.bench.counters import DEFINITION
 from peagle.bench.latency import DEFINITIONS
 from peagle.bench.settings import BenchServeConfig
+from peagle.meter import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,13 +18,9 @@ def print_report(console: "Console", row: Mapping[str, Any], config: BenchServeC
     """Print one load's figures and what they mean; `row` as `Measured.results` makes it."""
     from rich.table import Table
 
-    def say(*lines: str) -> None:
-        for line in lines:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     if row["partial"]:
-        say("PARTIAL: the run was stopped before its end")
-    say(*_counts(row), "")
+        say(console, "PARTIAL: the run was stopped before its end")
+    say(console, "\n".join((*_counts(row), "")))
     if not row["completed"]:
         return
     table = Table(title="latency, ms", title_justify="left")
@@ -38,9 +35,8 @@ def print_report(console: "Console", row: Mapping[str, Any], config: BenchServeC
     rare = [share for share in config.metric_percentiles if row["completed"] * (100 - share) < 100 > share]
     if rare:
         names = ", ".join(f"p{share:g}" for share in rare)
-        say(f"{names}: of {row['completed']} requests that is hardly more than the slowest one")
-    say(*_acceptance(row["acceptance"]), "")
-    say(*_definitions(row, config))
+        say(console, f"{names}: of {row['completed']} requests that is hardly more than the slowest one")
+    say(console, "\n".join((*_acceptance(row["acceptance"]), "", *_definitions(row, config))))
 
 
 def _ms(value: float) -> str:

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,7 @@ from peagle.bench.sweep_tables import print_tables
 from peagle.drafters.checkpoint import resolve_head
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
+from peagle.meter import say
 from peagle.prompt_file import PromptRow, read_prompts
 
 DEFINITIONS = {
@@ -134,7 +135,7 @@ class Sweep:
         self._plan = [cell for _, cell in plan]
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
         if len(todo) < len(plan):
-            self._say(f"{len(plan) - len(todo)} of {len(plan)} runs are there")
+            say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
         try:
             with _ending_on_sigterm():
                 if todo:
@@ -155,8 +156,8 @@ class Sweep:
                 return
             if time.perf_counter() - said > 5:
                 said = time.perf_counter()
-                self._say(f"warming up: {what}")
-        self._say(f"warmed up in {time.perf_counter() - begin:.0f} s")
+                say(self._console, f"warming up: {what}")
+        say(self._console, f"warmed up in {time.perf_counter() - begin:.0f} s")
 
     def _run(self, todo: Sequence[tuple[int, Cell]]) -> int:
         """How many are left when the time is over."""
@@ -164,7 +165,7 @@ class Sweep:
         for done, (repeat, cell) in enumerate(todo):
             expected = clock.of(cell)
             if self._is_over(expected):
-                self._say(f"the time is over, {len(todo) - done} runs are left")
+                say(self._console, f"the time is over, {len(todo) - done} runs are left")
                 return len(todo) - done
             begin = time.perf_counter()
             run = self._source.run(cell.dataset, cell.setup, cell.concurrency)
@@ -184,16 +185,17 @@ class Sweep:
     def _progress(self, done: int, total: int, cell: Cell, run: Run, left: float) -> None:
         failed = f", {run.failed} FAILED" if run.failed else ""
         length = f", AL {run.acceptance_length:.2f}" if cell.setup.num_drafts else ""
-        self._say(
+        say(
+            self._console,
             f"[{done}/{total}, {time.perf_counter() - self._begin:.0f} s, about {left:.0f} s left] {cell.label}: "
-            f"{run.tokens_per_second:,.0f} tok/s{length}{failed}"
+            f"{run.tokens_per_second:,.0f} tok/s{length}{failed}",
         )
 
     def _finish(self, *, missing: int, report: bool) -> None:
         """Write the result; with `report` also what is made of it: tables, plots, K tables."""
         rows = self.results.rows()
         if not rows:
-            self._say("no run has ended: there is no result")
+            say(self._console, "no run has ended: there is no result")
             return
         settings = {
             **asdict(self._config), **self._setting, "definitions": DEFINITIONS, "partial": bool(missing),
@@ -208,14 +210,11 @@ class Sweep:
         print_tables(Console(), [asdict(row) for row in rows], synthetic=self._synthetic)
         if missing:
             tables = "" if self._synthetic else "; K tables hold the concurrencies that are complete, and no others"
-            self._say(f"PARTIAL: {missing} runs are missing, the same command with --resume goes on{tables}")
+            say(self._console, f"PARTIAL: {missing} runs are missing, the same command with --resume goes on{tables}")
         whole = complete(rows, self._plan)
         written = [self._out] if self._synthetic else [self._out, *write_k_tables(whole, self._out)]
-        written += _plots(rows, self._out, self._say, "SYNTHETIC acceptance" if self._synthetic else "")
-        self._say("wrote " + ", ".join(map(str, written)))
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        written += _plots(rows, self._out, self._console, "SYNTHETIC acceptance" if self._synthetic else "")
+        say(self._console, "wrote " + ", ".join(map(str, written)))
 
 
 @contextmanager
@@ -309,13 +308,13 @@ def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:
     return paths
 
 
-def _plots(rows: Sequence[SweepRow], out: Path, say: Callable[[str], None], note: str) -> list[Path]:
+def _plots(rows: Sequence[SweepRow], out: Path, console: Console, note: str) -> list[Path]:
     from peagle.bench.sweep_plots import plot_sweep
 
     try:
         return plot_sweep(rows, out, note)
     except PeagleError as error:
-        say(str(error))
+        say(console, str(error))
         return []
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.bench.announcement import ANNOUNCED, BEST_DRAFTS, SPEEDUP_AT_64
 from peagle.bench.markdown import Block, markdown_table, print_block
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE
+from peagle.meter import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +54,7 @@ def print_tables(console: "Console", rows: Sequence[Json], *, synthetic: bool) -
         for block in blocks:
             print_block(console, block)
     else:
-        console.print(_markdown(blocks), markup=False, highlight=False, soft_wrap=True)
+        say(console, _markdown(blocks))
 
 
 def _markdown(blocks: Iterable[Block]) -> str:

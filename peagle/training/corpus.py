@@ -11,13 +11,13 @@ from rich.console import Console
 
 from peagle.config import TrainConfig
 from peagle.errors import PeagleError
+from peagle.meter import say
 from peagle.models.fingerprint import file_sha256, template_sha256, weights_fingerprint
 from peagle.models.hub import resolve_model
 from peagle.models.tokenizer import load_tokenizer
 from peagle.training.batches import has_rows, split_holdout
 from peagle.training.dataset import Document, data_hash, load_documents
 from peagle.training.rows import RowLayout, fitting_positions
-from peagle.training.show import say
 from peagle.waiting import said_if_slow
 
 

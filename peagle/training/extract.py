@@ -23,7 +23,7 @@ from peagle.config import ExtractConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.errors import PeagleError
 from peagle.files import open_output
-from peagle.meter import Meter
+from peagle.meter import Meter, say
 from peagle.models.fingerprint import file_sha256, weights_fingerprint
 from peagle.models.hub import resolve_model
 from peagle.models.target import Target, display_name
@@ -46,7 +46,7 @@ from peagle.training.feature_store import (
 from peagle.training.features import document_features
 from peagle.training.hf_target import TargetSizes, load_training_target, target_sizes
 from peagle.training.setup import choose_tap_ids
-from peagle.training.show import say, size_text
+from peagle.training.show import size_text
 
 _GIB = 1024**3
 FREE_SHARE = 0.8  # of the free disk that is filled without asking

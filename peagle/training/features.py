@@ -23,12 +23,12 @@ from rich.console import Console
 from torch import Tensor
 
 from peagle.errors import PeagleError
-from peagle.meter import Meter
+from peagle.meter import Meter, say
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import Attend
 from peagle.training.attention import Backend, causal_document_attend
 from peagle.training.rows import Packed
-from peagle.training.show import say, size_text
+from peagle.training.show import size_text
 
 # Padded tokens of one target forward while the cache fills: enough to saturate a large GPU.
 FILL_TOKENS = 65536

@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from peagle.errors import PeagleError, one_line
+from peagle.meter import say
 from peagle.models.decoder import TargetModel
 from peagle.models.hub import resolve_model
 from peagle.models.layers import Attend, RopeSpec
@@ -29,7 +30,6 @@ from peagle.models.spec import DEFAULT_ROPE_THETA, ModelSpec, UnsupportedTarget
 from peagle.models.target import Target, display_name, load_target, read_spec
 from peagle.models.tokenizer import load_tokenizer
 from peagle.training.features import fill_batches
-from peagle.training.show import say
 from peagle.waiting import said_if_slow
 
 # Padded tokens of one forward: transformers keeps the stream of every layer, not only the tapped ones.

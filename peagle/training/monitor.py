@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
+from peagle.meter import say
 from peagle.training.evaluate import Evaluation
 from peagle.training.log_file import LogFile
 from peagle.training.loggers import Loggers
 from peagle.training.served import Served
-from peagle.training.show import say
 from peagle.training.statistics import DepthReport, DepthStatistics
 
 _GIB = 1024**3

@@ -16,7 +16,7 @@ from rich.console import Console
 from peagle.config import EngineConfig, PrepareConfig
 from peagle.errors import PeagleError
 from peagle.files import open_output
-from peagle.meter import Meter
+from peagle.meter import Meter, say
 from peagle.models.fingerprint import file_sha256, template_sha256, weights_fingerprint
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
@@ -36,7 +36,7 @@ from peagle.training.shards import (
     write_manifest,
     write_shard,
 )
-from peagle.training.show import print_document, say
+from peagle.training.show import print_document
 from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:

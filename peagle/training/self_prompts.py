@@ -18,12 +18,11 @@ from peagle.config import EngineConfig, SelfPromptConfig
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
-from peagle.meter import Meter
+from peagle.meter import Meter, say
 from peagle.models.hub import resolve_model
 from peagle.models.target import read_spec
 from peagle.models.tokenizer import ChatText, encode, load_tokenizer, render_chat
 from peagle.sampling import SamplingParams
-from peagle.training.show import say
 from peagle.waiting import said_if_slow
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What `prepare` and `extract` print: lines as they stand, and one document with its supervised tokens in colour."""
+"""What `prepare` and `extract` show: sizes, and one document with its supervised tokens in colour."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 
 
 _GIB = 1024**3
-
-
-def say(console: Console, text: str) -> None:
-    """Print one line as it stands: no markup, no colours, no wrapping."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def size_text(size: float) -> str:

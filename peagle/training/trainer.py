@@ -32,6 +32,7 @@ from peagle.config import TrainConfig
 from peagle.devices import resolve_device, resolve_dtype
 from peagle.drafters.checkpoint import save_drafter
 from peagle.errors import PeagleError, is_out_of_memory, one_line
+from peagle.meter import say
 from peagle.models.target import Target
 from peagle.training.batches import Batch, Prefetcher, batches, map_tensors
 from peagle.training.clock import Clock
@@ -64,7 +65,6 @@ from peagle.training.setup import (
     row_layout,
     unused_settings,
 )
-from peagle.training.show import say
 from peagle.training.trail import Trail
 from peagle.training.train_state import (
     CheckpointNotWritten,
