@@ -32,7 +32,6 @@ FC_NOISE_SCALE = 0.1
 
 
 def new_drafter(
-    spec: ModelSpec,
     target: TargetModel,
     *,
     num_layers: int,
@@ -42,20 +41,17 @@ def new_drafter(
     tap_ids: Sequence[int] | None = None,
     draft_ids: Tensor | None = None,
     norm_before_fc: bool = True,
-    intermediate_size: int | None = None,
     sliding_window: int | None = None,
     sliding_layers: Sequence[int] | None = None,
 ) -> Eagle3Drafter:
     """A float32 head on the CPU that shares no storage with `target`, the same for the same `seed`.
 
     With `mask_token_id` a `PEagleDrafter`, with None an EAGLE-3 head, the same in all that both have.
-    `draft_ids` are ascending target ids (None: the whole vocabulary), `tap_ids` None means (2, n//2, n-3). A narrower
-    feed-forward than the target's keeps its strongest channels. `sliding_layers` (None: all) see no further back than
-    `sliding_window`, if there is one. Raises PeagleError for settings the target rules out.
+    `draft_ids` are ascending target ids (None: the whole vocabulary), `tap_ids` None means (2, n//2, n-3).
+    `sliding_layers` (None: all) see no further back than `sliding_window`, if there is one. Raises PeagleError for
+    settings the target rules out.
     """
-    config = _config(
-        spec, num_layers, tap_ids, mask_token_id, draft_ids, norm_before_fc, intermediate_size, target_init
-    )
+    config = _config(target.spec, num_layers, tap_ids, mask_token_id, draft_ids, norm_before_fc, target_init)
     config = replace(config, **_sliding(num_layers, sliding_window, sliding_layers))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -80,17 +76,10 @@ def _config(
     mask_token_id: int | None,
     draft_ids: Tensor | None,
     norm_before_fc: bool,
-    intermediate_size: int | None,
     target_init: bool,
 ) -> DrafterConfig:
-    width = intermediate_size or spec.intermediate_size
     if not 1 <= num_layers <= spec.num_layers:
         raise PeagleError(f"{num_layers} drafter layers: expected 1 to {spec.num_layers}, the depth of the target")
-    if target_init and width > spec.intermediate_size:
-        raise PeagleError(
-            f"feed-forward size {width}: target initialisation allows up to the target's {spec.intermediate_size}; "
-            "choose a smaller one, or default initialisation"
-        )
     if draft_ids is not None and (draft_ids.numel() == 0 or bool((draft_ids.diff() <= 0).any())):
         raise PeagleError("draft ids must be distinct and ascending, and at least one; sort them")
     if draft_ids is not None and (int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= spec.vocab_size):
@@ -99,7 +88,7 @@ def _config(
         )
     config = DrafterConfig(
         hidden_size=spec.hidden_size,
-        intermediate_size=width,
+        intermediate_size=spec.intermediate_size,
         num_layers=num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -168,15 +157,10 @@ def _copy_attention(own: Attention, source: Attention, weight: Tensor) -> None:
 
 
 def _copy_mlp(mlp: FeedForward, source: FeedForward) -> None:
-    """Copy the feed-forward layer, or the channels with the largest |up| * |down| when `mlp` is narrower."""
     if not isinstance(mlp, SwiGLU) or not isinstance(source, SwiGLU):
         raise PeagleError("layers of a mixture of experts cannot become a head's: use default initialisation")
-    gate_FH, up_FH = source.gate_up_proj.weight.split(source.gate_up_proj.splits)
-    down_HF = source.down_proj.weight
-    strength_F = up_FH.float().norm(dim=1) * down_HF.float().norm(dim=0)
-    kept = strength_F.topk(mlp.down_proj.in_features).indices.sort().values
-    mlp.gate_up_proj.weight.copy_(torch.cat((gate_FH[kept], up_FH[kept])))
-    mlp.down_proj.weight.copy_(down_HF[:, kept])
+    mlp.gate_up_proj.weight.copy_(source.gate_up_proj.weight)
+    mlp.down_proj.weight.copy_(source.down_proj.weight)
 
 
 def _layers(model: TargetModel | Eagle3Drafter) -> list[DecoderLayer]:

@@ -179,7 +179,6 @@ def build_drafter(
         )  # fmt: skip
         taps, norm_before_fc = start.config.tap_ids, start.config.norm_before_fc
     fresh = new_drafter(
-        target.spec,
         target.model,
         num_layers=config.num_layers,
         mask_token_id=mask_token_id,

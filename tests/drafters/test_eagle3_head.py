@@ -125,8 +125,8 @@ def test_configs_that_cannot_be_computed(changes, named):
 
 def test_new_heads_of_both_kinds_start_alike(target):
     sizes = dict(num_layers=2, seed=3, target_init=True)
-    plain = new_drafter(SPEC, target, mask_token_id=None, **sizes)
-    parallel = new_drafter(SPEC, target, mask_token_id=7, **sizes)
+    plain = new_drafter(target, mask_token_id=None, **sizes)
+    parallel = new_drafter(target, mask_token_id=7, **sizes)
     assert type(plain) is Eagle3Drafter
     assert plain.training
     of_parallel = dict(parallel.named_parameters())

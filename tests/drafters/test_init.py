@@ -11,7 +11,7 @@ from tests.drafters.files import logits
 
 def new(target, **settings):
     defaults = {"num_layers": 3, "mask_token_id": 7, "seed": 0, "target_init": True}
-    return new_drafter(target.spec, target, **{**defaults, **settings})
+    return new_drafter(target, **{**defaults, **settings})
 
 
 @pytest.mark.parametrize("target_init", [True, False])
@@ -64,15 +64,6 @@ def test_seed_decides_and_leaves_the_global_generator_alone(target):
     assert not torch.equal(first.mask_hidden, other.mask_hidden)
 
 
-def test_narrow_feed_forward_keeps_the_strongest_channels(target):
-    drafter, source = new(target, intermediate_size=20), target.layers[3].mlp
-    up = source.gate_up_proj.weight[48:]
-    kept = sorted(torch.argsort(up.norm(dim=1) * source.down_proj.weight.norm(dim=0), descending=True)[:20].tolist())
-    assert torch.equal(drafter.fusion.mlp.gate_up_proj.weight[20:], up[kept])
-    assert torch.equal(drafter.fusion.mlp.gate_up_proj.weight[:20], source.gate_up_proj.weight[:48][kept])
-    assert torch.equal(drafter.fusion.mlp.down_proj.weight, source.down_proj.weight[:, kept])
-
-
 def test_draft_vocabulary_takes_its_rows(target):
     drafter = new(target, draft_ids=DRAFT_IDS)
     assert torch.equal(drafter.lm_head.weight, target.lm_head.weight[DRAFT_IDS])
@@ -115,7 +106,6 @@ def test_queries_and_keys_of_a_target_that_norms_them_are_not_copied():
         ({"num_layers": 7}, "7 drafter layers: expected 1 to 6"),
         ({"tap_ids": (2, 7)}, "taps layer 7"),
         ({"mask_token_id": 61}, "mask token 61"),
-        ({"intermediate_size": 49}, "feed-forward size 49"),
         ({"draft_ids": torch.tensor([3, 2])}, "ascending"),
         ({"draft_ids": torch.tensor([3, 61])}, "draft ids reach 61"),
     ],

@@ -35,7 +35,7 @@ def warm(head, target, *, num_layers=1, mask_token_id=7, **wanted):
     start = load_start(head, target, num_layers=num_layers, **wanted)
     like = {"tap_ids": start.config.tap_ids, "norm_before_fc": start.config.norm_before_fc}
     sizes = {"num_layers": num_layers, "mask_token_id": mask_token_id}
-    fresh = new_drafter(target.spec, target, **sizes, seed=0, target_init=True, **like)
+    fresh = new_drafter(target, **sizes, seed=0, target_init=True, **like)
     return warm_drafter(start, fresh, seed=0)
 
 
@@ -76,7 +76,7 @@ def test_further_layers_are_those_of_a_fresh_head(target, tmp_path):
     head = eagle3_head(replace(EAGLE3, intermediate_size=48))
     saved(head, tmp_path / "head")
     drafter = warm(tmp_path / "head", target, num_layers=3)
-    fresh = new_drafter(SPEC, target, num_layers=3, mask_token_id=7, seed=0, target_init=True)
+    fresh = new_drafter(target, num_layers=3, mask_token_id=7, seed=0, target_init=True)
     assert torch.equal(drafter.fusion.self_attn.qkv_proj.weight, head.fusion.self_attn.qkv_proj.weight)
     for name, value in fresh.layers.state_dict().items():
         assert torch.equal(drafter.layers.state_dict()[name], value), name

@@ -43,7 +43,7 @@ def llm(
     random_weights(model, 0)
     device = engine.get("device", "cpu")
     drafter = new_drafter(
-        model.spec, model, num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95 if parallel else None, seed=1,
+        model, num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95 if parallel else None, seed=1,
         target_init=False,
     ).to(device, dtype).eval().requires_grad_(False)  # fmt: skip
     target = Target("tiny", Path("tiny"), model.spec, model.to(device, dtype), tiny_tokenizer())
@@ -84,7 +84,7 @@ def test_who_judges_answers_knows_windows_and_sinks(rows: int):
 def test_experts_cannot_become_a_heads_layers():
     model = TargetModel(spec())
     with pytest.raises(PeagleError, match="mixture of experts"):
-        new_drafter(spec(), model, num_layers=1, mask_token_id=95, seed=0, target_init=True)
+        new_drafter(model, num_layers=1, mask_token_id=95, seed=0, target_init=True)
 
 
 def test_in_the_interpreter():

@@ -60,7 +60,7 @@ def tiny_parts(
     random_weights(model, seed)
     target = Target("tiny", Path("tiny"), spec, model.to(dtype), tiny_tokenizer())
     drafter = new_drafter(
-        spec, target.model, num_layers=2, tap_ids=(layers // 4, layers // 2, layers),
+        target.model, num_layers=2, tap_ids=(layers // 4, layers // 2, layers),
         mask_token_id=95 if parallel else None, seed=seed + 1, target_init=False,
         sliding_window=window, sliding_layers=window and (1,),
         draft_ids=None if draft_ids is None else torch.tensor(draft_ids),

@@ -143,7 +143,7 @@ def test_interpreted_models():
     spec = tiny_spec(family="qwen3", head_dim=16, rope=RopeSpec(theta=1e4, head_dim=16), qk_norm=True)
     target = TargetModel(spec).eval().requires_grad_(False)
     random_weights(target, 0)
-    head = new_drafter(spec, target, num_layers=2, mask_token_id=95, seed=1, target_init=False, tap_ids=(1, 2, 4))
+    head = new_drafter(target, num_layers=2, mask_token_id=95, seed=1, target_init=False, tap_ids=(1, 2, 4))
     ids, attend = torch.arange(9) * 7, causal_attend([9])
 
     def run() -> tuple[Tensor, ...]:

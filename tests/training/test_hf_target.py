@@ -110,7 +110,7 @@ def test_a_fresh_head_fits(family):
     spec = model.spec
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.max_position_embeddings) == (64, 32, 5, SPAN)
     assert (spec.head_dim, spec.intermediate_size, spec.eos_token_ids) == (8, 48, (2,))
-    head = new_drafter(spec, model, num_layers=2, mask_token_id=63, seed=0, target_init=False, tap_ids=(1, 2, 4))
+    head = new_drafter(model, num_layers=2, mask_token_id=63, seed=0, target_init=False, tap_ids=(1, 2, 4))
     assert torch.equal(head.lm_head.weight, model.lm_head.weight)
     assert torch.equal(head.embed_tokens.weight, model.embed_tokens.weight)
 

@@ -40,7 +40,7 @@ def make_target(dtype: torch.dtype = torch.float32) -> Target:
 def make_drafter(target: Target, *, parallel: bool = True) -> Eagle3Drafter:
     """Float32 masters in training mode, the first drafts mostly right: the head starts as the target's last layers."""
     return new_drafter(
-        target.spec, target.model.float(), num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95 if parallel else None,
+        target.model.float(), num_layers=2, tap_ids=(1, 2, 4), mask_token_id=95 if parallel else None,
         seed=1, target_init=True,
     )  # fmt: skip
 

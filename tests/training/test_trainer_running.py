@@ -24,7 +24,7 @@ from peagle.training import trainer as trainer_module
 from peagle.training.monitor import Monitor
 from peagle.training.train_state import CheckpointNotWritten, find_checkpoint, read_state
 from peagle.training.trainer import Trainer, train_head
-from tests.training.tiny_run import MASK, SPEC, documents, recipe, run, tiny_target
+from tests.training.tiny_run import MASK, documents, recipe, run, tiny_target
 
 
 def reports(out):
@@ -266,9 +266,7 @@ def test_flops_of_a_run_add_up(tmp_path, monkeypatch):
 
 def eagle3_head(path):
     target = tiny_target()
-    head = new_drafter(
-        SPEC, target.model, num_layers=1, mask_token_id=None, seed=3, target_init=True, tap_ids=(1, 2, 3)
-    )
+    head = new_drafter(target.model, num_layers=1, mask_token_id=None, seed=3, target_init=True, tap_ids=(1, 2, 3))
     save_drafter(head, path, compact=False, base_model="tiny", extra={})
     return head
 
