@@ -196,7 +196,6 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
         setup.num_drafts,
         requests=concurrency,
         context=whole.context,
-        acceptance_length=setup.acceptance_length,
         dtype=dtype,
     )
     floor_ms = cost.floor_ms(bandwidth)

@@ -17,12 +17,10 @@ Suites = Mapping[str, Sequence[list[dict[str, str]]]]
 
 @dataclass(frozen=True, slots=True)
 class RequestRounds:
-    """The verification rounds of one request: at which length of prompt and answer each began, what it accepted, and
-    whether it began in looping text."""
+    """The verification rounds of one request: at which length of prompt and answer each began, and what it accepted."""
 
     contexts: tuple[int, ...]
     accepted: tuple[int, ...]
-    looping: tuple[bool, ...]
 
 
 @dataclass(slots=True)
@@ -51,7 +49,6 @@ class SuiteAcceptance:
             RequestRounds(
                 contexts=tuple(len(output.prompt_token_ids) + index for index, _ in output.rounds),
                 accepted=tuple(accepted for _, accepted in output.rounds),
-                looping=tuple(looping[index] for index, _ in output.rounds),
             )
         )
 

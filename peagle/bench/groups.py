@@ -5,7 +5,7 @@ figures follow from it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,12 +31,10 @@ class GroupFigures:
     conditional_per_position: Sequence[Interval]
 
 
-def counts(requests: Iterable[RequestRounds], num_drafts: int, *, loops: bool = True) -> Counts:
-    """The table of whole requests; without `loops` only of rounds that began in text that does not repeat itself."""
-    return np.array(
-        [_histogram((a for a, loop in zip(r.accepted, r.looping) if loops or not loop), num_drafts) for r in requests],
-        dtype=np.int64,
-    ).reshape(-1, num_drafts + 1)
+def counts(requests: Iterable[RequestRounds], num_drafts: int) -> Counts:
+    """The table of whole requests."""
+    table = [_histogram(r.accepted, num_drafts) for r in requests]
+    return np.array(table, dtype=np.int64).reshape(-1, num_drafts + 1)
 
 
 def by_context(requests: Sequence[RequestRounds], num_drafts: int) -> Mapping[str, Counts]:
@@ -109,7 +107,7 @@ def _short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
-def _histogram(accepted: Iterator[int], num_drafts: int) -> list[int]:
+def _histogram(accepted: Iterable[int], num_drafts: int) -> list[int]:
     held = [0] * (num_drafts + 1)
     for count in accepted:
         held[count] += 1

@@ -156,7 +156,6 @@ def measure(
         num_drafts,
         requests=config.concurrency,
         context=window.context,
-        acceptance_length=window.acceptance_length,
         dtype=dtype,
     )
     return window, profile, cost

@@ -1,4 +1,4 @@
-"""The least time a speculative step can take: what it must read and compute, over what the machine can do.
+"""The least time a speculative step can take: what it must read, over how fast the machine reads.
 
 A pass reads each of its matrices once, and the keys and values of every request once. Embedding rows, norms and
 activations are left out: they are thousandths. EAGLE-3 passes once per draft over its layers and head; a head small
@@ -20,21 +20,19 @@ _COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # far more than caches hold
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Bytes that a step must read, and the operations of its matmuls (2 per multiplication and addition)."""
+    """Bytes that a step must read."""
 
     target_bytes: int
     drafter_bytes: int
     kv_bytes: int
-    flops: float
 
     @property
     def num_bytes(self) -> int:
         return self.target_bytes + self.drafter_bytes + self.kv_bytes
 
-    def floor_ms(self, bandwidth: float, peak_flops: float | None = None) -> float:
-        """The longer of reading at `bandwidth` (bytes/s) and computing at `peak_flops` (None: not counted)."""
-        computing = self.flops / peak_flops if peak_flops else 0.0
-        return 1e3 * max(self.num_bytes / bandwidth, computing)
+    def floor_ms(self, bandwidth: float) -> float:
+        """Reading at `bandwidth` (bytes/s)."""
+        return 1e3 * self.num_bytes / bandwidth
 
 
 def step_cost(
@@ -44,7 +42,6 @@ def step_cost(
     *,
     requests: int,
     context: float,
-    acceptance_length: float,
     dtype: torch.dtype,
 ) -> StepCost:
     """The cost of one step of `requests` requests that each have `context` tokens; without drafter a plain one."""
@@ -55,7 +52,6 @@ def step_cost(
     packed = spec.moe is not None and spec.moe.packed
     target = size * (attention + table) + int((PACKED_BYTES if packed else size) * feed_forward)
     kv = sum(_visible(spec, context)) * _kv_per_token(spec) / spec.num_layers
-    flops = 2.0 * rows * (_layers(spec, spec.moe.experts_per_token if spec.moe else 1) + table)
     weights = 0
     if drafter is not None:
         passes = 1 if drafter.parallel else num_drafts
@@ -63,9 +59,7 @@ def step_cost(
         layers, head = _layers(drafter, fused=True), drafter.draft_vocab_size * drafter.hidden_size
         weights = fc + passes * (layers + head)
         kv += passes * _kv_per_token(drafter) * context
-        kept = requests * acceptance_length  # rows of tokens that stand; K-1 mask rows or later passes come on top
-        flops += 2.0 * (kept * fc + (kept + requests * (num_drafts - 1)) * layers + requests * num_drafts * head)
-    return StepCost(target, weights * size, int(kv * requests) * size, flops)
+    return StepCost(target, weights * size, int(kv * requests) * size)
 
 
 def touched_experts(spec: ModelSpec, rows: int) -> float:

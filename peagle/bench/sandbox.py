@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -33,20 +33,11 @@ def confinement() -> str:
     }[_mode()]
 
 
-def run_programs(
-    programs: Sequence[str], *, seconds: int = SECONDS, memory: int = MEMORY, done: Callable[[], object] | None = None
-) -> list[str]:
+def run_programs(programs: Sequence[str], *, seconds: int = SECONDS, memory: int = MEMORY) -> list[str]:
     """What became of every program: passed, failed, timed out or killed. As many run at once as there are cores."""
     mode = _mode()
-
-    def run(program: str) -> str:
-        outcome = _run(program, mode, seconds, memory)
-        if done is not None:
-            done()
-        return outcome
-
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return list(pool.map(run, programs))
+        return list(pool.map(lambda program: _run(program, mode, seconds, memory), programs))
 
 
 def _run(program: str, mode: str, seconds: int, memory: int) -> str:

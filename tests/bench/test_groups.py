@@ -7,7 +7,7 @@ from peagle.bench.groups import bucket_name, by_category, by_context, counts, fi
 
 
 def rounds(*pairs):
-    return RequestRounds(tuple(c for c, _ in pairs), tuple(a for _, a in pairs), (False,) * len(pairs))
+    return RequestRounds(tuple(c for c, _ in pairs), tuple(a for _, a in pairs))
 
 
 REQUESTS = [rounds((100, 3), (255, 0)), rounds((256, 1), (1500, 2)), rounds()]

@@ -92,8 +92,8 @@ class TestGgufFile:
 
     def test_another_content_is_another_conversion(self, tmp_path: Path, cache: Path) -> None:
         file = tmp_path / "tiny.gguf"
-        first = resolve_model(str(tiny_gguf(file)), progress=False)
-        second = resolve_model(str(tiny_gguf(file, "qwen2")), progress=False)
+        first = resolve_model(str(tiny_gguf(file)))
+        second = resolve_model(str(tiny_gguf(file, "qwen2")))
         assert first != second
         assert sorted((cache / "models").iterdir()) == sorted((first, second))
 
@@ -101,7 +101,7 @@ class TestGgufFile:
         """Nothing is locked or shared between callers, so threads stand for processes here."""
         file = tiny_gguf(tmp_path / "tiny.gguf")
         with ThreadPoolExecutor(4) as pool:
-            paths = set(pool.map(lambda _: resolve_model(str(file), progress=False), range(4)))
+            paths = set(pool.map(lambda _: resolve_model(str(file)), range(4)))
         assert list((cache / "models").iterdir()) == list(paths)
         assert (paths.pop() / "model.safetensors").is_file()
 
@@ -109,7 +109,7 @@ class TestGgufFile:
         (tmp_path / "file").touch()
         monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "file"))
         with pytest.raises(PeagleError, match=r"cannot write the converted model.*PEAGLE_CACHE"):
-            resolve_model(str(tiny_gguf(tmp_path / "tiny.gguf")), progress=False)
+            resolve_model(str(tiny_gguf(tmp_path / "tiny.gguf")))
 
 
 class TestDemoModel:

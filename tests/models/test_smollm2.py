@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def target() -> Target:
     """Through the user's own cache, so that the conversion is shared with the demo."""
-    return load_target(DEMO_MODEL, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    return load_target(DEMO_MODEL, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def chat_ids(target: Target, text: str) -> list[int]:

@@ -28,7 +28,7 @@ CLOSES_OTHERWISE = (
 
 @pytest.fixture
 def tokenizer():
-    return load_tokenizer(resolve_model("smollm2-135m", progress=False))
+    return load_tokenizer(resolve_model("smollm2-135m"))
 
 
 def user(*texts):

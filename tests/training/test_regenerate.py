@@ -31,7 +31,7 @@ class FakeLLM:
     """Answers with words drawn from (prompt ids, seed, temperature), as the engine's sampling rule would."""
 
     def __init__(self):
-        self.tokenizer = load_tokenizer(resolve_model(MODEL, progress=False))
+        self.tokenizer = load_tokenizer(resolve_model(MODEL))
         self.target = SimpleNamespace(spec=SimpleNamespace(eos_token_ids=(EOS,)))
         self.calls = 0
         self.fail_at = None
