@@ -179,7 +179,7 @@ class Step:
         logits, draft_logits = self.normal(self.rows, s.vocab), self.normal(batch * _K, s.draft_vocab)
         ids = torch.arange(s.draft_vocab, device=self.device) * 3
         rows, draft_rows_ = self.sampling(self.rows), self.sampling(batch * _K)
-        layout_bytes = 8 * (3 * self.rows + 5 * drafter_rows + batch * (_K + live // batch + 5)) + 2 * drafter_rows
+        layout_bytes = 8 * (3 * self.rows + 5 * drafter_rows + batch * (_K + live // batch + 3)) + 2 * drafter_rows
         return [
             *self.slot_calls(),
             ("draft_layout", layout_bytes, self.lay_out),

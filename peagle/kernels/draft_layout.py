@@ -39,8 +39,6 @@ class DraftLayout:
     sample_rows: Tensor  # [B K] the bonus row and the mask rows of each request
     source_rows: Tensor  # [T'] the target row whose hidden state a row takes; -1 on mask and dead rows
     slots: Tensor  # [T'] KV slot, -1 on dead rows and beyond the length limit
-    seq_lens: Tensor  # [B] first position + rows, dead rows counted: bottom-right causal alignment
-    query_start: Tensor  # [B + 1] first drafter row of each request
     next_ids: Tensor  # [T] token of the drafter row that takes a target row's hidden state; 0 where none does
 
 
@@ -141,7 +139,5 @@ def draft_layout_ref(
         sample_rows=((start_B1[:-1] + copied_B)[:, None] + torch.arange(k, device=device)).flatten(),
         source_rows=source_R.masked_fill(is_masked_R | is_rejected_R, -1),
         slots=slots_R.masked_fill(is_rejected_R, PADDING_SLOT_ID),
-        seq_lens=first_B + start_B1.diff(),
-        query_start=start_B1,
         next_ids=ids_R[row_T].masked_fill((is_masked_R | is_rejected_R)[row_T], 0),
     )

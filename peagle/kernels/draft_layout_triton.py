@@ -39,8 +39,6 @@ def _lay_out_request(
     sample_rows_U: tl.tensor,
     source_rows_R: tl.tensor,
     slots_R: tl.tensor,
-    seq_lens_B: tl.tensor,
-    query_start_B1: tl.tensor,
     next_ids_T: tl.tensor,
     target_ids_T: tl.tensor,
     target_positions_T: tl.tensor,
@@ -69,10 +67,6 @@ def _lay_out_request(
 
     draft_K = tl.arange(0, DRAFTS_P2)
     tl.store(sample_rows_U + request * DRAFTS + draft_K, out + copied + draft_K, mask=draft_K < DRAFTS)
-    tl.store(seq_lens_B + request, first + rows)
-    tl.store(query_start_B1 + request, out)
-    if request == tl.num_programs(0) - 1:
-        tl.store(query_start_B1 + request + 1, out + rows)
 
     live = True
     if PADDED:
@@ -150,8 +144,6 @@ def draft_layout_triton(
         sample_rows=empty(batch * sizes.num_drafts),
         source_rows=empty(rows),
         slots=empty(rows),
-        seq_lens=empty(batch),
-        query_start=empty(batch + 1),
         next_ids=empty(target_ids_T.shape[0]),
     )
     tile = max(32, min(triton.next_power_of_2(-(-rows // batch)), _MAX_TILE))
@@ -165,8 +157,6 @@ def draft_layout_triton(
             layout.sample_rows,
             layout.source_rows,
             layout.slots,
-            layout.seq_lens,
-            layout.query_start,
             layout.next_ids,
             target_ids_T,
             target_positions_T,
