@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from peagle.bench.acceptance import SuiteAcceptance
 from peagle.bench.groups import Counts, figures, pack_requests
@@ -89,12 +90,19 @@ class CardRow:
     verdict: str
 
 
-def set_row(
-    suite: str, result: SuiteAcceptance, table: Counts, num_drafts: int, temperature: float, seed: int
-) -> GroupRow:
+class Asked(NamedTuple):
+    """A prompt set at one K and temperature; `seed` is that of the intervals."""
+
+    suite: str
+    num_drafts: int
+    temperature: float
+    seed: int
+
+
+def set_row(asked: Asked, result: SuiteAcceptance, table: Counts) -> GroupRow:
     """The row of a whole set."""
     return replace(
-        group_row(suite, table, num_drafts, temperature, seed),
+        group_row(asked, table),
         prompts=result.prompts,
         acceptance_length_without_loops=round(result.fresh.acceptance_length, 4),
         looping_token_share=round(result.looping_tokens / max(result.tokens, 1), 4),
@@ -103,26 +111,17 @@ def set_row(
     )
 
 
-def group_row(
-    suite: str,
-    table: Counts,
-    num_drafts: int,
-    temperature: float,
-    seed: int,
-    *,
-    category: str | None = None,
-    context: str | None = None,
-) -> GroupRow:
+def group_row(asked: Asked, table: Counts, *, category: str | None = None, context: str | None = None) -> GroupRow:
     """The row of any group of requests or rounds."""
-    found = figures(table, seed=seed)
+    found = figures(table, seed=asked.seed)
     enough = found.requests >= FEWEST_REQUESTS
     shares, conditional = found.share_per_position, found.conditional_per_position
     return GroupRow(
-        suite=suite,
+        suite=asked.suite,
         category=category,
         context=context,
-        num_speculative_tokens=num_drafts,
-        temperature=temperature,
+        num_speculative_tokens=asked.num_drafts,
+        temperature=asked.temperature,
         acceptance_length=round(found.acceptance_length.value, 4),
         acceptance_length_interval=found.acceptance_length.rounded() if enough else None,
         accepted_share_per_position=[round(share.value, 4) for share in shares],

@@ -11,7 +11,7 @@ import torch
 
 from peagle.bench.acceptance import SuiteAnswers
 from peagle.bench.accuracy import Task, mark
-from peagle.bench.eval_rows import AccuracyRow, CardRow, GroupRow, QuestionRow, group_row, set_row
+from peagle.bench.eval_rows import AccuracyRow, Asked, CardRow, GroupRow, QuestionRow, group_row, set_row
 from peagle.bench.groups import by_category, by_context, counts
 from peagle.bench.lossless import EqualityRow, Judge, compare_answers
 from peagle.bench.prompt_sets import NamedSet
@@ -133,24 +133,18 @@ class Evaluation:
 
     def _add(self, answers: SuiteAnswers, k: int, temperature: float) -> None:
         """Rows of every set that is finished."""
-        seed, found = self._config.seed, self.found
-        accepted = answers.acceptance(k)
+        found, accepted = self.found, answers.acceptance(k)
         for prompts in self._sets:
             result = accepted.get(prompts.name)
             if result is None:
                 continue
-            name = prompts.name
-            found.rows.append(set_row(name, result, counts(result.requests, k), k, temperature, seed))
+            asked = Asked(prompts.name, k, temperature, self._config.seed)
+            found.rows.append(set_row(asked, result, counts(result.requests, k)))
             categories = by_category(result.requests, [row.category for row in prompts.rows], k)
-            found.categories += [
-                group_row(name, table, k, temperature, seed, category=category)
-                for category, table in categories.items()
-                if len(categories) > 1
-            ]
-            found.contexts += [
-                group_row(name, table, k, temperature, seed, context=context)
-                for context, table in by_context(result.requests, k).items()
-            ]
+            if len(categories) > 1:
+                found.categories += [group_row(asked, table, category=name) for name, table in categories.items()]
+            contexts = by_context(result.requests, k)
+            found.contexts += [group_row(asked, table, context=name) for name, table in contexts.items()]
 
     def _answer_tasks(self, llm: LLM, k: int) -> None:
         """Greedy answers to every task, with and without drafts."""
