@@ -18,7 +18,7 @@ class BlockPool:
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
         self._pack = Struct(f"{block_size + 1}i").pack
         self._references = [0] * (num_blocks + 1)
-        self._keys: list[bytes | None] = [None] * (num_blocks + 1)  # of registered blocks, doubles included
+        self._keys: dict[int, bytes] = {}  # of registered blocks, doubles included
         self._found: dict[bytes, int] = {}  # one block for each key
         self._blank = list(range(num_blocks, 0, -1))  # unreferenced, nothing to find in them
         self._cached: OrderedDict[int, None] = OrderedDict()  # unreferenced but findable, least recently used first
@@ -48,19 +48,17 @@ class BlockPool:
         Every block needs its look-ahead token, so at least one token of `token_ids` is left to compute.
         """
         blocks: list[int] = []
-        key = self._key(b"", token_ids, 0)
-        while key is not None and (block := self._found.get(key)) is not None:
+        while (key := self.next_key(token_ids, blocks)) and (block := self._found.get(key)):  # block 0 is never found
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
             blocks.append(block)
-            key = self._key(key, token_ids, len(blocks))
         return blocks
 
     def next_key(self, token_ids: Sequence[int], matched: Sequence[int]) -> bytes | None:
         """Key of the block that would make `matched`, a held match of `token_ids`, longer; None if none can."""
         parent = self._keys[matched[-1]] if matched else b""
-        return None if parent is None else self._key(parent, token_ids, len(matched))
+        return self._key(parent, token_ids, len(matched)) if len(matched) < self._num_findable(token_ids) else None
 
     def can_find(self, key: bytes | None) -> bool:
         """Whether a block has this key."""
@@ -74,17 +72,13 @@ class BlockPool:
         The first `num_computed` tokens are in the cache. `num_registered` is what the last call for these blocks
         returned, or the length of the match they begin with.
         """
-        end = min(num_computed, len(token_ids) - 1) // self.block_size
-        if end <= num_registered or not self.prefix_caching:
+        end = min(num_computed // self.block_size, self._num_findable(token_ids))
+        if end <= num_registered:
             return num_registered
-        parent = self._keys[blocks[num_registered - 1]] if num_registered else b""
+        key = self._keys[blocks[num_registered - 1]] if num_registered else b""
         for i in range(num_registered, end):
-            if parent is None:  # forgotten by reset(): what follows belongs to it
-                break
-            parent = self._key(parent, token_ids, i)
-            self._keys[blocks[i]] = parent
-            if parent is not None:
-                self._found.setdefault(parent, blocks[i])
+            key = self._keys[blocks[i]] = self._key(key, token_ids, i)
+            self._found.setdefault(key, blocks[i])
         return end
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -96,32 +90,25 @@ class BlockPool:
             if self._references[block] == 0:
                 self._retire(block)
 
-    def reset(self) -> None:
-        """Forget all prefixes, those in held blocks too."""
-        self._found.clear()
-        self._keys = [None] * (self.num_blocks + 1)
-        self._blank.extend(self._cached)
-        self._cached.clear()
+    def _num_findable(self, token_ids: Sequence[int]) -> int:
+        """How many blocks of a text have all their tokens and the look-ahead token."""
+        return (len(token_ids) - 1) // self.block_size if self.prefix_caching else 0
 
-    def _key(self, parent: bytes, token_ids: Sequence[int], index: int) -> bytes | None:
-        """Key of block `index` of a text whose block before it has the key `parent`; None where tokens are missing."""
-        first, last = index * self.block_size, (index + 1) * self.block_size
-        if last >= len(token_ids) or not self.prefix_caching:
-            return None
-        return blake2b(parent + self._pack(*token_ids[first : last + 1]), digest_size=16).digest()
+    def _key(self, parent: bytes, token_ids: Sequence[int], index: int) -> bytes:
+        """Key of block `index` of a text whose block before it has the key `parent`."""
+        first = index * self.block_size
+        return blake2b(parent + self._pack(*token_ids[first : first + self.block_size + 1]), digest_size=16).digest()
 
     def _retire(self, block: int) -> None:
         """Keep an unreferenced block findable unless another one has its key."""
-        key = self._keys[block]
+        key = self._keys.get(block)
         if key is not None and self._found.setdefault(key, block) == block:
             self._cached[block] = None
         else:
-            self._keys[block] = None
+            self._keys.pop(block, None)
             self._blank.append(block)
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        key, self._keys[block] = self._keys[block], None
-        if key is not None:
-            del self._found[key]
+        del self._found[self._keys.pop(block)]
         return block

@@ -126,18 +126,6 @@ def test_what_would_make_a_match_longer():
     assert not pool.can_find(None)
 
 
-def test_reset_forgets_held_blocks_too():
-    pool = BlockPool(8, 4)
-    blocks = registered(pool, TEXT, num_computed=9)
-    pool.release(registered(pool, [0] * 9))
-    pool.reset()
-    assert found(pool, TEXT) == found(pool, [0] * 9) == []
-    assert pool.register(TEXT, blocks, 16, 2) == 4
-    assert found(pool, TEXT) == []  # they follow what was forgotten
-    pool.release(blocks)
-    assert pool.num_free == 8
-
-
 def test_without_prefix_caching_nothing_is_found():
     pool = BlockPool(8, 4, prefix_caching=False)
     pool.release(registered(pool, TEXT))
@@ -180,11 +168,6 @@ class PoolMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject):
         if self.holders:
             self.pool.release(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))[1])
-
-    @rule()
-    def forget(self):
-        self.pool.reset()
-        assert self.pool.match([0] * 12) == self.pool.match([1] * 12) == []
 
     def held(self) -> set[int]:
         return {block for _, blocks, _ in self.holders for block in blocks}
