@@ -46,8 +46,10 @@ class TextStream:
 
     def _extend(self, piece: str) -> None:
         """Add text; what is behind the beginning of a stop string goes away again."""
-        longest = max(map(len, self._stop), default=0)
-        search_from = max(0, len(self.text) - longest)
+        if not self._stop:
+            self.text += piece
+            return
+        search_from = max(0, len(self.text) - max(map(len, self._stop)))
         self.text += piece
         found = [(at, len(s), s) for s in self._stop if (at := self.text.find(s, search_from)) >= 0]
         if found:
@@ -107,9 +109,9 @@ class TextStream:
 
     def _held_back(self) -> int:
         """Length of the longest end of `text` that begins a stop string which is to be left out."""
-        if self._keeps_stop:
+        if self._keeps_stop or not self._stop:
             return 0
-        for length in range(min(max(map(len, self._stop), default=0), len(self.text)), 0, -1):
+        for length in range(min(max(map(len, self._stop)), len(self.text)), 0, -1):
             if any(s.startswith(self.text[-length:]) for s in self._stop):
                 return length
         return 0

@@ -11,7 +11,8 @@ from peagle.server.errors import ApiError, ClientGone
 
 
 class Answers:
-    """Iterate once, for (index, delta) in the order in which tokens are decided.
+    """Iterate once, for what has come since the last time: a delta of each answer that has news, with its index. Who
+    is slower than the engine so gets fewer and longer ones.
 
     All requests are submitted when it is made, or none. A watcher waits for the client to go away; it aborts what is
     unfinished, and the iteration ends with `ClientGone`. After `seconds` what is unfinished is cut. `close` must be
@@ -24,7 +25,8 @@ class Answers:
         """`name` is what the engine's log calls them."""
         self._engine, self.requests = engine, requests
         self._open = dict(enumerate(requests))
-        self._arrived: asyncio.Queue[tuple[int, Delta] | ClientGone] = asyncio.Queue()
+        self._arrived: dict[int, list[Delta]] = {}
+        self._client_gone, self._news = False, asyncio.Event()
         self._submit(name)
         loop = asyncio.get_running_loop()
         self._timer = None if seconds is None else loop.call_later(seconds, self._cut)
@@ -36,7 +38,7 @@ class Answers:
             line = name if len(self._open) == 1 else f"{name}-{index}"
 
             def on_delta(delta: Delta, index: int = index) -> None:
-                outbox.put(lambda: self._arrived.put_nowait((index, delta)))
+                outbox.put(lambda: self._arrive(index, delta))
 
             try:
                 self._engine.submit(request, on_delta, request_id=line)
@@ -48,27 +50,34 @@ class Answers:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._cut()
-        self._arrived.put_nowait(ClientGone())
+        self._client_gone = True
+        self._news.set()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+    def _arrive(self, index: int, delta: Delta) -> None:
+        self._arrived.setdefault(index, []).append(delta)
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         while self._open:
-            arrived = await self._arrived.get()
-            if isinstance(arrived, ClientGone):
-                raise arrived
-            index, delta = arrived
-            if delta.output is not None:
+            await self._news.wait()
+            if self._client_gone:
+                raise ClientGone
+            self._news.clear()
+            arrived, self._arrived = self._arrived, {}
+            news = [(index, Delta.joined(deltas)) for index, deltas in arrived.items()]
+            ended = {index: delta.output for index, delta in news if delta.output is not None}
+            if self._engine.failure is not None and any(output.finish_reason == "abort" for output in ended.values()):
+                raise ApiError(500, "the engine has failed: the server's log says why", code="engine_failed")
+            for index in ended:
                 del self._open[index]
-                if delta.output.finish_reason == "abort" and self._engine.failure is not None:
-                    raise ApiError(500, "the engine has failed: the server's log says why", code="engine_failed")
-            yield index, delta
+            yield news
 
     async def outputs(self) -> list[RequestOutput]:
         """All answers, once they are complete; a 503 if they were cut before the first token."""
         finished: dict[int, RequestOutput] = {}
         try:
-            async for index, delta in self:
-                if delta.output is not None:
-                    finished[index] = delta.output
+            async for news in self:
+                finished |= {index: delta.output for index, delta in news if delta.output is not None}
         finally:
             self.close()
         if all(output.finish_reason == "abort" and not output.token_ids for output in finished.values()):

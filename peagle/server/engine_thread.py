@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,16 @@ class Delta:
     trace: Sequence[ShownRound] = ()  # new rounds, of `show_drafts`
     scored: Sequence[ScoredToken] = ()  # of `logprobs`: the tokens whose text is shown by now, and was not before
     prompt_logprobs: Logprobs | None = None  # on the first delta
+
+    @classmethod
+    def joined(cls, deltas: "Sequence[Delta]") -> "Delta":
+        """Consecutive news of a request, one or more, as one."""
+        if len(deltas) == 1:
+            return deltas[0]
+        each = zip(*((delta.token_ids, delta.trace, delta.scored) for delta in deltas), strict=True)
+        token_ids, trace, scored = (list(chain(*parts)) for parts in each)
+        text = "".join(delta.text for delta in deltas)
+        return cls(text, token_ids, deltas[-1].output, trace, scored, deltas[0].prompt_logprobs)
 
 
 OnDelta = Callable[[Delta], None]

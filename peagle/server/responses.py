@@ -15,6 +15,7 @@ from peagle.acceptance import AcceptanceStats
 from peagle.engine.outputs import Logprobs, ScoredToken, scored_tokens
 from peagle.engine.request import Request, RequestOutput
 from peagle.server.answers import Answers
+from peagle.server.engine_thread import Delta
 from peagle.server.errors import ClientGone, api_error
 from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.trace import Trace
@@ -110,21 +111,16 @@ class Reply:
                     yield self._chunk(index, self.form.opening, None)
                 if echo.text and self.requests[index].prompt_logprobs is None:
                     yield self._chunk(index, writers[index].piece(echo.text), None)
-            async for index, delta in answers:
-                num_tokens += len(delta.token_ids)
-                if delta.prompt_logprobs is not None:
-                    # As long as the prompt, and as much more as there are log-probabilities: others are not to wait.
-                    yield await asyncio.to_thread(self._scored_echo, index, delta.prompt_logprobs)
-                scored = self._behind_echo(index, delta.scored)
-                part = writers[index].piece(delta.text, final=delta.output is not None)
-                about: dict[str, Any] = {"tokens": traces[index].tokens(delta)} if traces else {}
-                reason = stop_reason = None
-                if delta.output is not None:
-                    stop_reason = delta.output.stop_reason
-                    about = speculation([delta.output.stats]) | about
-                    reason = writers[index].reason(delta.output.finish_reason)
-                if (delta.text and any(part.values())) or scored or about:
-                    yield self._chunk(index, part, reason, scored, about and {"peagle": about}, stop_reason)
+            async for news in answers:
+                chunks = []  # sent together: a system call costs more than a chunk
+                for index, delta in news:
+                    num_tokens += len(delta.token_ids)
+                    if delta.prompt_logprobs is not None:
+                        # Long to write, as the prompt may be, times its log-probabilities: others are not to wait.
+                        chunks.append(await asyncio.to_thread(self._scored_echo, index, delta.prompt_logprobs))
+                    chunks.append(self._told(index, delta, writers[index], traces[index] if traces else None))
+                if chunk := "".join(chunks):
+                    yield chunk
             if self.wants_usage:
                 yield _event({**self._head(self.form.chunk_kind), "choices": [], "usage": self._usage(num_tokens)})
         except ClientGone:
@@ -132,6 +128,17 @@ class Reply:
         except Exception as error:
             yield _event(api_error(error).body())
         yield DONE
+
+    def _told(self, index: int, delta: Delta, writer: Writer, trace: Trace | None) -> str:
+        """The chunk of a delta; nothing where there is nothing to say yet."""
+        scored, end = self._behind_echo(index, delta.scored), delta.output
+        part = writer.piece(delta.text, final=end is not None)
+        about: dict[str, Any] = {} if end is None else speculation([end.stats])
+        about |= {} if trace is None else {"tokens": trace.tokens(delta)}
+        if not ((delta.text and any(part.values())) or scored or about):
+            return ""
+        reason, stop = (None, None) if end is None else (writer.reason(end.finish_reason), end.stop_reason)
+        return self._chunk(index, part, reason, scored, about and {"peagle": about}, stop)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -196,10 +203,10 @@ class EventStream(StreamingResponse):
         super().__init__(reply.events(answers, traces), media_type="text/event-stream", headers=headers)
         self._answers = answers
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Send the stream. The answers notice when the client goes away; nobody else need wait for that."""
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)
         finally:
             self._answers.close()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import math
 import os
@@ -67,6 +68,7 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
             if engine.failure is not None:
                 raise PeagleError(f"the engine failed in its first steps: {one_line(engine.failure)}")
             time.sleep(0.05)
+        gc.freeze()  # to walk what was loaded, again and again, halts engine and connections for 0.2 s and more
         listen(sock)
         _announce(sock, name, config, console)
         run_server(make_app(engine, llm, config, metrics), engine, config, sock, end_trials)
@@ -82,7 +84,7 @@ def run_server(
     first: what only begins a request is of no use any more."""
     import uvicorn
 
-    from peagle.server.slow_heads import SlowHeads
+    from peagle.server.slow_heads import SlowHeads, http_protocol
 
     slow_heads = SlowHeads(config.receive_timeout)
 
@@ -113,6 +115,7 @@ def run_server(
 
     settings = uvicorn.Config(
         app,
+        http=http_protocol(),
         lifespan="off",
         log_config=None,
         access_log=False,  # the engine logs a line per request

@@ -1,11 +1,41 @@
-"""Ends connections that never come to a request: uvicorn itself waits for a head without end."""
+"""Ends connections that never come to a request: uvicorn itself waits for a head without end, or takes one."""
 
 import logging
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 _log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 2**10
+
+
+def http_protocol() -> Any:
+    """What reads HTTP for uvicorn: h11, or where it is installed the quicker httptools, with a limit: what of a request
+    is no body (head, trailers, sizes of chunks) may be no longer than this, or than the body."""
+    if find_spec("httptools") is None:
+        return "h11"
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class Bounded(HttpToolsProtocol):
+        _excess = 0  # bytes of a request so far, less twice its body
+
+        def data_received(self, data: bytes) -> None:
+            self._excess += len(data)
+            super().data_received(data)
+            if self._excess > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The request has more than {MAX_HEAD_BYTES} bytes beside its body.")
+
+        def on_body(self, body: bytes) -> None:
+            self._excess -= 2 * len(body)
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._excess = 0
+            super().on_message_complete()
+
+    return Bounded
 
 
 class SlowHeads:

@@ -5,14 +5,16 @@ After each batch nothing is left of them: no task, no thread, no request, no blo
 
 import asyncio
 import json
+import sys
 import threading
 from types import SimpleNamespace
 
+import pytest
 import uvicorn
 
 from peagle.config import ServeConfig
 from peagle.server.app import make_app
-from peagle.server.slow_heads import SlowHeads
+from peagle.server.slow_heads import MAX_HEAD_BYTES, SlowHeads, http_protocol
 from tests.server.serving import chat_llm, started
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 90, "ignore_eos": True}).encode()
@@ -80,16 +82,26 @@ ATTACKS = {
 }
 
 
-def test_what_connections_do_leaves_nothing_behind():
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_what_connections_do_leaves_nothing_behind(http):
     llm, config = chat_llm(), ServeConfig(receive_timeout=1.0)
     with started(llm, config) as engine:
-        asyncio.run(_attack(make_app(engine, llm, config), engine))
+        asyncio.run(_attack(make_app(engine, llm, config), engine, protocol(http)))
         assert engine.failure is None
     assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_blocks
 
 
-async def _attack(app, engine):
-    settings = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=1)
+def protocol(http):
+    if http == "h11":
+        return http
+    pytest.importorskip("httptools")
+    return http_protocol()
+
+
+async def _attack(app, engine, http):
+    settings = uvicorn.Config(
+        app, port=0, http=http, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=1
+    )
     server = uvicorn.Server(settings)
     serving = asyncio.create_task(server.serve())
     while not server.started:
@@ -169,3 +181,58 @@ def test_who_never_comes_to_a_request_is_cut():
     lines.clear()
     look(143)
     assert not heads._idle
+
+
+async def _answer_to(*parts: bytes) -> bytes:
+    """What httptools' connections with a limit answer, in front of an application that reads the body."""
+
+    async def app(scope, receive, send):
+        size = 0
+        while (message := await receive())["type"] == "http.request":
+            size += len(message["body"])
+            if not message["more_body"]:
+                break
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % size})
+
+    settings = uvicorn.Config(app, port=0, http=http_protocol(), log_config=None, access_log=False, lifespan="off")
+    server = uvicorn.Server(settings)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    answer = await say(server.servers[0].sockets[0].getsockname()[1], *parts)
+    server.should_exit = True
+    await serving
+    return answer
+
+
+FILLER = b"x" * 2 * MAX_HEAD_BYTES
+ENDLESS = {
+    "a header": [b"GET / HTTP/1.1\r\nX: ", FILLER, FILLER],
+    "headers": [b"GET / HTTP/1.1\r\n", *[b"A: b\r\n" * 4000] * 8],
+    "an address": [b"GET /", FILLER, FILLER],
+    "trailers": [head("Transfer-Encoding: chunked") + b"1\r\na\r\n0\r\n", *[b"A: b\r\n" * 4000] * 8],
+    "the size of a chunk": [head("Transfer-Encoding: chunked") + b"1;", FILLER, FILLER],
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_is_no_body_has_an_end(what):
+    pytest.importorskip("httptools")
+    answer = asyncio.run(_answer_to(*ENDLESS[what]))
+    assert answer.startswith(b"HTTP/1.1 400 ") or not answer  # the rest that was sent may take the answer with it
+
+
+@pytest.mark.parametrize("size", [7, 1000, 2**16])
+def test_bodies_have_no_such_limit(size):
+    pytest.importorskip("httptools")
+    body = b"y" * 8 * MAX_HEAD_BYTES
+    close = b"Connection: close\r\nHost"
+    plain = head(f"Content-Length: {len(body)}").replace(b"Host", close) + body
+    for sent in (chunked(body, size).replace(b"Host", close), plain):
+        assert asyncio.run(_answer_to(sent)).endswith(b"\r\n%d\r\n0\r\n\r\n" % len(body))
+
+
+def test_without_httptools_it_is_h11(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httptools", None)
+    assert http_protocol() == "h11"

@@ -1,5 +1,6 @@
 """`peagle serve` as a process: how it begins, and how it ends on a signal under load."""
 
+import gc
 import itertools
 import json
 import os
@@ -17,12 +18,14 @@ from pathlib import Path
 import httpx
 import pytest
 import typer
+from rich.console import Console
 
 from peagle.cli import app
 from peagle.config import ServeConfig
 from peagle.errors import PeagleError
 from peagle.server import run
 from tests.models.tiny import tiny_gguf
+from tests.server.serving import chat_llm
 from tests.structured.tiny_json import HANGING, process_group
 from tests.test_cli import environment, peagle, write_head
 
@@ -243,6 +246,18 @@ def test_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(PeagleError, match=r"pip install 'peagle\[server\]'"):
         run.serve(lambda: None, "model", ServeConfig(), None)
+
+
+def test_what_was_loaded_is_no_garbage_to_look_through(monkeypatch):
+    """Each full collection would walk it, and halt the engine and every connection meanwhile."""
+    frozen = []
+    monkeypatch.setattr(run, "run_server", lambda *_: frozen.append(gc.get_freeze_count()))
+    before = gc.get_freeze_count()
+    try:
+        run.serve(chat_llm, "tiny", ServeConfig(port=0), Console(stderr=True))
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > before + 100_000
 
 
 @pytest.mark.parametrize(
