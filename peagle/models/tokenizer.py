@@ -50,6 +50,11 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def added_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
+    """The tokens beyond a vocabulary of text, by name."""
+    return {str(token.content): number for number, token in tokenizer.added_tokens_decoder.items()}
+
+
 def placeholder_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
     """For a model with random weights: token 5 reads "<5>"; in a text, any other word is taken for "<0>"."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -16,7 +16,7 @@ from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.engine.request import Request
 from peagle.errors import NoMemory, PeagleError
-from peagle.models.tokenizer import ChatText, encode, render_chat
+from peagle.models.tokenizer import ChatText, added_tokens, encode, render_chat
 from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
@@ -59,8 +59,8 @@ class Service:
     def of(cls, engine: EngineThread, llm: LLM, config: ServeConfig, name: str) -> Self:
         """A service of a loaded model."""
         longest = max(map(len, llm.tokenizer.get_vocab()))
-        tokens = {str(token.content): number for number, token in llm.tokenizer.added_tokens_decoder.items()}
-        style = ChatStyle.of(llm.tokenizer.chat_template, config, tokens, llm.target.spec.eos_token_ids)
+        tokens, eos_ids = added_tokens(llm.tokenizer), llm.target.spec.eos_token_ids
+        style = ChatStyle.of(llm.tokenizer.chat_template, config, tokens, eos_ids)
         return cls(engine, llm, config, name, TokenNames(llm.tokenizer), longest_token=longest, style=style)
 
     def check_model(self, name: str | None) -> None:
@@ -172,7 +172,7 @@ class Service:
         reply = Reply(form, self.name, requests, body.choices, echoes, body.wants_usage, self.names)
         answers = Answers(self.engine, requests, reply.id, http.receive, self.config.request_timeout)
         if body.stream:
-            traces = [Trace(self.llm.tokenizer) for _ in requests] if body.wants_trace else []
+            traces = [Trace(self.llm.tokenizer, form.harmony) for _ in requests] if body.wants_trace else []
             return EventStream(reply, answers, traces)
         outputs = await answers.outputs()
         if any(request.logprobs is not None for request in requests):  # long to write: others are not to wait

@@ -114,6 +114,16 @@ def test_channels(client, dictate, said, found):
     assert message_of(client, tools=TOOLS) == found
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_tokens_of_a_traced_answer_add_up_to_what_is_said(client, dictate, tools):
+    dictate(THINK + FINAL)
+    told = []
+    for chunk in ask(client, stream=True, tools=tools, extra_body={"peagle": {"trace": True}}):
+        told += chunk.model_extra["peagle"]["tokens"] if "peagle" in chunk.model_extra else []
+    assert "".join(token["text"] for token in told if token.get("thought")) == "hm é"
+    assert "".join(token["text"] for token in told if not token.get("thought")) == "hello {you}"
+
+
 def test_without_tools_there_are_no_calls(client, dictate):
     dictate(CALL)
     assert message_of(client) == ("", '{"n": 7}', [], "stop")
