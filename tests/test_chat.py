@@ -1,6 +1,5 @@
 """The interactive conversation: history, commands, Ctrl-C, and messages the engine refuses."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +8,7 @@ from peagle.acceptance import AcceptanceStats
 from peagle.chat import Conversation, run_chat
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
-from peagle.structured.outputs import StructuredOutputs
-from tests.server.tiny_harmony import harmony_llm, ids_of
+from tests.server.tiny_harmony import dictation, harmony_llm, ids_of
 
 
 class FakeLLM:
@@ -108,9 +106,8 @@ def test_a_message_that_is_no_unicode_is_not_kept(capsys):
 def test_a_model_with_channels_says_what_is_thought(said, shown, kept):
     pytest.importorskip("xgrammar")
     llm, pieces = harmony_llm(3), []
-    tokens = [{"type": "token", "token": token} for token in ids_of(llm.tokenizer, said)]
-    form = StructuredOutputs(tag=json.dumps({"type": "sequence", "elements": tokens}))
-    conversation = Conversation(llm, SamplingParams(max_tokens=200, structured_outputs=form), pieces.append)
+    params = SamplingParams(max_tokens=200, structured_outputs=dictation(llm.tokenizer, said))
+    conversation = Conversation(llm, params, pieces.append)
     conversation.answer("hi")
     written = "".join(pieces)
     assert written[: written.rindex("\n[")] == shown

@@ -17,7 +17,7 @@ from peagle.server.harmony import Harmony, harmony_turns
 from peagle.server.protocol import Message
 from peagle.structured.outputs import StructuredOutputs
 from tests.server.serving import chat_llm, serving
-from tests.server.tiny_harmony import MARKED, TEMPLATE, harmony_llm, ids_of
+from tests.server.tiny_harmony import MARKED, TEMPLATE, dictation, harmony_llm, ids_of
 
 pytest.importorskip("xgrammar")
 
@@ -61,8 +61,7 @@ def dictate(llm, monkeypatch):
     """Have every answer be this text, special tokens in it."""
 
     def set_up(said: str) -> None:
-        tokens = [{"type": "token", "token": token} for token in ids_of(llm.tokenizer, said)]
-        form = StructuredOutputs(tag=json.dumps({"type": "sequence", "elements": tokens}))
+        form = dictation(llm.tokenizer, said)
         make = LLM.make_request
 
         def dictated(prompt, params, **rest):
