@@ -94,7 +94,9 @@ class Service:
         described = None
         if tools is not None:
             turns, described = tools.introduced(turns), tools.for_template()
-        variables = (body.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
+        variables = body.chat_template_kwargs or {}
+        if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
+            raise PeagleError(f"reasoning_effort is {effort!r}, and another in chat_template_kwargs: give it once")
         return render_chat(
             self.llm.tokenizer, turns, add_generation_prompt=body.opens_answer, tools=described, variables=variables,
             continue_final_message=bool(body.continue_final_message),

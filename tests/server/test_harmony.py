@@ -248,6 +248,10 @@ def test_how_much_to_think(client):
     assert high - plain == len("system") + len("high") + 3  # and three special tokens
     with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
         ask(client, reasoning_effort="xhigh")
+    also = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert ask(client, max_tokens=1, reasoning_effort="high", extra_body=also).usage.prompt_tokens == high
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort is 'low', and another in chat_template_kwargs"):
+        ask(client, reasoning_effort="low", extra_body=also)
     with client_of(chat_llm()) as other, pytest.raises(openai.BadRequestError, match="no place for it") as error:
         ask(other, reasoning_effort="high")
     assert error.value.param == "reasoning_effort"
