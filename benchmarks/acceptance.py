@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, Conversation, command, first_turns
+from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, Conversation, command, first_turns, run_script
 from peagle.bench.acceptance import measure_acceptance
 from peagle.bench.report import AcceptanceRow, write_result
 from peagle.config import EngineConfig
@@ -131,4 +131,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns
+from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns, run_script
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.report import SpeedRow, write_result
 from peagle.engine.engine import LLM
@@ -90,4 +90,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

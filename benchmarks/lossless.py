@@ -8,7 +8,7 @@ Hardware: any; float32. On 2 CPU cores the whole grid takes about half an hour w
 import argparse
 from pathlib import Path
 
-from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns
+from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns, run_script
 from peagle.bench.report import LosslessRow, write_result
 from peagle.engine.engine import LLM
 from peagle.sampling import SamplingParams
@@ -84,4 +84,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
