@@ -242,6 +242,21 @@ def test_a_conversation_comes_back_as_it_was_said(llm):
     )
 
 
+@pytest.mark.parametrize("said", ["lo there", "to=x", "assistant", "to", "<|end|><|start|>assistant" + FINAL])
+def test_a_message_that_goes_on_has_no_header(client, dictate, said):
+    dictate(said)
+    begun = [*HELLO, {"role": "assistant", "content": "hel"}]
+    text = "hello {you}" if said.endswith(FINAL) else said
+    found = message_of(client, messages=begun, extra_body={"continue_final_message": True})
+    assert found == ("", text, [], "stop")
+
+
+def test_an_answer_that_nothing_opens_has_a_header(client, dictate):
+    dictate("<|start|>assistant" + THINK + FINAL)
+    found = message_of(client, extra_body={"add_generation_prompt": False})
+    assert found == ("hm é", "hello {you}", [], "stop")
+
+
 def test_how_much_to_think(client):
     plain = ask(client, max_tokens=1).usage.prompt_tokens
     high = ask(client, max_tokens=1, reasoning_effort="high").usage.prompt_tokens
