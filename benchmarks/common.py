@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -66,9 +67,15 @@ def check_out(out: Path, *, cpu: bool) -> None:
     check_result_path(out)
 
 
+def _end(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 def run_script(main: Callable[[], object]) -> None:
-    """Run a script: what the user can mend is one line and exit status 2, Ctrl-C is 130."""
+    """Run a script: what the user can mend is one line and exit status 2, Ctrl-C is 130. SIGTERM ends it as well, with
+    whatever it has started."""
     script = Path(sys.argv[0]).stem
+    signal.signal(signal.SIGTERM, _end)
     try:
         main()
     except KeyboardInterrupt:

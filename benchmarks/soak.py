@@ -46,6 +46,7 @@ from benchmarks.soak_requests import (
 from benchmarks.soak_server import Held, Server, Watch, end, new_log, slope, started
 from peagle.bench.report import SoakRow, check_result_path, provenance, write_result
 from peagle.errors import PeagleError, one_line
+from peagle.exits import INTERRUPTED_STATUS
 
 _LEAVE, _RUBBISH = 0.10, 0.05  # of the clients
 _HANGS = 180.0  # seconds without a byte
@@ -89,7 +90,7 @@ class Load:
     def __init__(self, server: Server, jobs: Sequence[tuple[Job, Answer]], model: str, seed: int) -> None:
         self._jobs, self._url, self._model, self._seed = jobs, server.url, model, seed
         self._rubbish = rubbish()
-        self.tally, self.ends = Tally(), 0.0
+        self.tally, self.ends, self.was_interrupted = Tally(), 0.0, False
 
     async def run(self, concurrency: int, seconds: float) -> None:
         """Have so many clients ask for so long, each one request after the other."""
@@ -107,7 +108,7 @@ class Load:
             showing.cancel()
 
     def _end_early(self) -> None:
-        self.ends = 0.0
+        self.ends, self.was_interrupted = 0.0, True
 
     async def _client(self, client: aiohttp.ClientSession, raw: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(f"{self._seed} {number}")
@@ -258,8 +259,9 @@ def main() -> None:
         status = end(server)
     row = _row(args, load.tally, minutes, before, after, watch.samples, at_rest, held, status)
     write_result(args.out, args.out.stem, settings, {"rows": [row], "problems": load.tally.problems}, where)
-    print(f"{'passed' if row.passed else 'FAILED'}; wrote {args.out}, the server's log is {log if own else 'its own'}")
-    sys.exit(0 if row.passed else 1)
+    said = f"{'passed' if row.passed else 'FAILED'}{f', PARTIAL: {minutes:.1f} minutes' if settings['partial'] else ''}"
+    print(f"{said}; wrote {args.out}, the server's log is {log if own else 'its own'}")
+    sys.exit(1 if not row.passed else INTERRUPTED_STATUS if load.was_interrupted else 0)
 
 
 def _reference(server: Server, model: str, job: Job) -> Answer:

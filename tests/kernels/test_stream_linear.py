@@ -248,7 +248,7 @@ def test_a_setting_that_says_neither_is_refused(value, monkeypatch):
     from peagle.kernels.early_launch import launches_early
 
     monkeypatch.setenv("PEAGLE_EARLY_LAUNCH", value)
-    with pytest.raises(PeagleError, match="PEAGLE_EARLY_LAUNCH is .*: set it to 0 or 1"):
+    with pytest.raises(PeagleError, match=r"PEAGLE_EARLY_LAUNCH is .*: set it to 0 or 1"):
         launches_early.__wrapped__(torch.device("cuda"))
     monkeypatch.setenv("PEAGLE_EARLY_LAUNCH", "0")
     assert not launches_early.__wrapped__(torch.device("cuda"))
