@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, Conversation, command, first_turns
+from benchmarks.common import HEAD, MODEL, RESULTS, SUITES, Conversation, command, first_turns, run_script
 from peagle.bench.acceptance import SuiteAcceptance, SuiteAnswers, Suites
 from peagle.bench.report import write_result
 from peagle.config import EngineConfig
@@ -179,4 +179,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

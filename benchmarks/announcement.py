@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.common import command
+from benchmarks.common import command, run_script
 from benchmarks.engine_speed import dummy_drafter, dummy_target
 from benchmarks.speed_shapes import PROMPT_TOKENS, SHAPES, random_prompts
 from peagle.bench.announcement import ANNOUNCED
@@ -168,4 +168,4 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

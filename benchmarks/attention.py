@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.common import RESULTS, command
+from benchmarks.common import RESULTS, command, run_script
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels.range_attention import KeyRanges, range_attention
@@ -281,4 +281,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import RESULTS, command, say_progress
+from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
 from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config, free
 from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, PLAIN, PROMPT_TOKENS, SHAPES, geometric_rate, random_prompts
 from peagle.bench.report import write_result
@@ -26,6 +26,7 @@ from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.engine.costs import measure_costs
 from peagle.engine.engine import LLM
 from peagle.engine.speculation import CostTable, FixedK, KChooser, draft_counts
+from peagle.errors import PeagleError
 
 AUTO, FIRST = "auto", "auto, first batch"
 _MOST = 7
@@ -195,15 +196,19 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "auto-k-h200.json")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--heads", nargs="+", type=float, default=[3.4, 1.6, 1.02], help="acceptance lengths at K = 7")
-    parser.add_argument("--concurrency", nargs="+", type=int)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output-tokens", type=int)
-    parser.add_argument("--seconds", type=float, help="for each shape: no further repeat after so long")
+    parser.add_argument("--heads", nargs="+", type=amount, default=[3.4, 1.6, 1.02], help="acceptance lengths at K = 7")
+    parser.add_argument("--concurrency", nargs="+", type=count)
+    parser.add_argument("--repeats", type=count, default=3)
+    parser.add_argument("--output-tokens", type=count)
+    parser.add_argument("--seconds", type=amount, help="for each shape: no further repeat after so long")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     cpu = resolve_engine_device(args.device).type == "cpu"
+    check_out(args.out, cpu=cpu)
+    outside = [length for length in args.heads if not 1 <= length <= 1 + _MOST]
+    if outside:
+        raise PeagleError(f"--heads has {outside[0]:g}: with {_MOST} drafts a round, lengths are in 1 .. {1 + _MOST}")
     args.shapes = args.shapes or (["tiny"] if cpu else ["smollm2-135m", "qwen2.5-coder-0.5b"])
     args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
     args.output_tokens = args.output_tokens or (64 if cpu else 512)
@@ -211,4 +216,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -25,7 +25,7 @@ from typing import IO, cast
 
 from rich.console import Console
 
-from benchmarks.common import RESULTS, ROOT, command
+from benchmarks.common import RESULTS, ROOT, command, run_script
 from benchmarks.fake_server import MODEL, Schedule
 from peagle.bench.report import write_result
 from peagle.bench.serve import measure
@@ -203,4 +203,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

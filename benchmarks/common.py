@@ -1,11 +1,18 @@
-"""What the benchmark scripts share: prompt suites, where the shipped head is, and the command line as a record."""
+"""What the benchmark scripts share: prompt suites, where the shipped head is, flags, and how a script ends."""
 
+import argparse
+import math
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from peagle.bench.prompt_sets import SHIPPED_SETS, find_set
+from peagle.bench.report import check_result_path
+from peagle.errors import PeagleError
+from peagle.exits import INTERRUPTED_STATUS, USER_ERROR_STATUS, explain
 from peagle.prompt_file import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,3 +42,48 @@ def command() -> str:
     """The command that is running, from the repository's root."""
     module = f"benchmarks.{Path(sys.argv[0]).stem}"
     return subprocess.list2cmdline(["python", "-m", module, *sys.argv[1:]])
+
+
+def count(text: str) -> int:
+    """A flag's whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too small: give a whole number of at least 1")
+    return value
+
+
+def amount(text: str) -> float:
+    """A flag's finite number above 0, for argparse."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{value} is out of range: give a finite number above 0")
+    return value
+
+
+def check_out(out: Path, *, cpu: bool) -> None:
+    """Raise PeagleError for a result that cannot be written, or that would take the place of a GPU's."""
+    if cpu and out.parent.resolve() == RESULTS and "h200" in out.stem:
+        raise PeagleError(f"the result {out.name} is of a GPU: for a run on the CPU give another --out")
+    check_result_path(out)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def run_script(main: Callable[[], object]) -> None:
+    """Run a script: what the user can mend is one line and exit status 2, Ctrl-C is 130. SIGTERM ends it as well, with
+    whatever it has started."""
+    script = Path(sys.argv[0]).stem
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        main()
+    except KeyboardInterrupt:
+        print(f"\n{script}: interrupted; what was written until now is marked partial", file=sys.stderr)
+        sys.exit(INTERRUPTED_STATUS)
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        print(f"{script}: {line}", file=sys.stderr)
+        sys.exit(USER_ERROR_STATUS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns
+from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns, run_script
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.report import write_result
 from peagle.engine.engine import LLM
@@ -104,4 +104,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

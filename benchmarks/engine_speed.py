@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import command
+from benchmarks.common import command, run_script
 from benchmarks.speed_shapes import (
     CONCURRENCY,
     EAGLE3,
@@ -327,4 +327,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

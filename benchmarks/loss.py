@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import command
+from benchmarks.common import command, run_script
 from peagle.bench.report import write_result
 from peagle.kernels.draft_loss import LossMix, SoftLabels, draft_loss, row_summary
 from peagle.training.batches import map_tensors
@@ -182,4 +182,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns
+from benchmarks.common import HEAD, MODEL, RESULTS, command, first_turns, run_script
 from peagle.bench.report import write_result
 from peagle.engine.engine import LLM
 from peagle.sampling import SamplingParams
@@ -96,4 +96,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, first_turns, say_progress
+from benchmarks.common import HEAD, MODEL, RESULTS, Conversation, command, count, first_turns, run_script, say_progress
 from benchmarks.tables import render_block
 from peagle.bench.lossless import Judge, common_length
-from peagle.bench.report import read_result, write_result
+from peagle.bench.report import check_result_path, read_result, write_result
 from peagle.config import EngineConfig
 from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter
@@ -347,16 +347,18 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--head", type=Path, default=HEAD)
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.8])
     names = list(dict.fromkeys(setting.name for setting in SETTINGS))
     parser.add_argument("--settings", nargs="+", default=names, choices=names, metavar="NAME")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=count, default=64)
+    parser.add_argument("--tokens", type=count, default=128)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=RESULTS / "lossless-gpu-smollm2-135m.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    check_result_path(args.out)
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

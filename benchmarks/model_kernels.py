@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command, say_progress
+from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels.fused_linear import linear_add, norm_linear
@@ -427,24 +427,27 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "model-kernels-h200.json")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--requests", nargs="*", type=int)
-    parser.add_argument("--rows", nargs="*", type=int, help="rows of one request: 1, 1 + K, 2 K")
-    parser.add_argument("--linear-rows", nargs="*", type=int, help="rows of the linear layers, of all requests")
-    parser.add_argument("--prefill-rows", nargs="*", type=int, help="tokens of one prompt")
-    parser.add_argument("--expert-rows", nargs="*", type=int, help="rows of a mixture of experts, of all requests")
-    parser.add_argument("--keys", nargs="*", type=int)
+    parser.add_argument("--requests", nargs="*", type=count)
+    parser.add_argument("--rows", nargs="*", type=count, help="rows of one request: 1, 1 + K, 2 K")
+    parser.add_argument("--linear-rows", nargs="*", type=count, help="rows of the linear layers, of all requests")
+    parser.add_argument("--prefill-rows", nargs="*", type=count, help="tokens of one prompt")
+    parser.add_argument("--expert-rows", nargs="*", type=count, help="rows of a mixture of experts, of all requests")
+    parser.add_argument("--keys", nargs="*", type=count)
     parser.add_argument("--backends", nargs="+", choices=["triton", "torch"])
-    parser.add_argument("--splits", type=int, help="programs that share a tile's keys; default: as the engine chooses")
-    parser.add_argument("--max-model-len", type=int, default=8192, help="width of the block tables")
+    parser.add_argument(
+        "--splits", type=count, help="programs that share a tile's keys; default: as the engine chooses"
+    )
+    parser.add_argument("--max-model-len", type=count, default=8192, help="width of the block tables")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--bandwidth", type=float, default=4800.0, help="of the GPU's memory, GB/s")
-    parser.add_argument("--tflops", type=float, default=989.0, help="of the GPU's matmuls in bfloat16")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--bandwidth", type=amount, default=4800.0, help="of the GPU's memory, GB/s")
+    parser.add_argument("--tflops", type=amount, default=989.0, help="of the GPU's matmuls in bfloat16")
+    parser.add_argument("--repeats", type=count, default=20)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
     cpu = args.device == "cpu"
     if not cpu and not torch.cuda.is_available():
         raise PeagleError("no CUDA device: run on a GPU, or try the script itself with --device cpu")
+    check_out(args.out, cpu=cpu)
     args.shapes = args.shapes or (["tiny"] if cpu else [name for name in SHAPES if name != "tiny"])
     defaults = {
         "requests": ([2], [1, 8, 64]),
@@ -462,4 +465,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command
-from peagle.bench.report import Json, read_result, write_result
+from benchmarks.common import command, run_script
+from peagle.bench.report import Json, check_result_path, read_result, write_result
+from peagle.errors import PeagleError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,16 +72,26 @@ def main() -> None:
     parser.add_argument("--theirs", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    check_result_path(args.out)
     files: dict[Path, dict[str, Any]] = {path: read_result(path) for path in (*args.ours, *args.theirs)}
+    others = [path for path, file in files.items() if any("acceptance" not in row for row in file["results"]["rows"])]
+    if others:
+        raise PeagleError(f"{others[0]} is no result of engine_speed.py or peer_vllm.py: give one")
     rows = compare(
         *([row for path in side for row in files[path]["results"]["rows"]] for side in (args.ours, args.theirs))
     )
+    if not rows:
+        raise PeagleError("no shape is in both --ours and --theirs at the same concurrency: nothing to compare")
     first = files[args.ours[0]]
     where = {name: first[name] for name in ("machine", "versions")}
-    settings = {"command": command(), "measured": {path.name: document["created"] for path, document in files.items()}}
+    settings = {
+        "command": command(),
+        "measured": {path.name: document["created"] for path, document in files.items()},
+        "partial": any(document["settings"].get("partial") for document in files.values()),
+    }
     write_result(args.out, args.out.stem, settings, {"rows": rows}, where)
     print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import command
+from benchmarks.common import command, run_script
 from benchmarks.engine_speed import dummy_drafter, dummy_target
 from benchmarks.speed_shapes import (
     CONCURRENCY,
@@ -375,4 +375,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command, say_progress
+from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
 from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config, free
 from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, SHAPES, Setup, geometric_rate, random_prompts
 from peagle.bench.report import write_result
@@ -207,18 +207,19 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "savings-h200.json")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--concurrency", nargs="+", type=int)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--seconds", type=float, help="for each shape: no further repeat after so long")
+    parser.add_argument("--concurrency", nargs="+", type=count)
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--output-tokens", type=count, default=256)
+    parser.add_argument("--seconds", type=amount, help="for each shape: no further repeat after so long")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     cpu = resolve_engine_device(args.device).type == "cpu"
+    check_out(args.out, cpu=cpu)
     args.shapes = args.shapes or (["tiny"] if cpu else ["smollm2-135m", "qwen2.5-coder-0.5b"])
     args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
     return args
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,7 +30,7 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from benchmarks.common import MODEL, RESULTS, command
+from benchmarks.common import MODEL, RESULTS, amount, command, count, run_script
 from benchmarks.soak_requests import (
     COMPLETIONS,
     Answer,
@@ -44,7 +44,9 @@ from benchmarks.soak_requests import (
     rubbish,
 )
 from benchmarks.soak_server import Held, Server, Watch, end, new_log, slope, started
-from peagle.bench.report import provenance, write_result
+from peagle.bench.report import check_result_path, provenance, write_result
+from peagle.errors import PeagleError, one_line
+from peagle.exits import INTERRUPTED_STATUS
 
 _LEAVE, _RUBBISH = 0.10, 0.05  # of the clients
 _HANGS = 180.0  # seconds without a byte
@@ -124,7 +126,7 @@ class Load:
     def __init__(self, server: Server, jobs: Sequence[tuple[Job, Answer]], model: str, seed: int) -> None:
         self._jobs, self._url, self._model, self._seed = jobs, server.url, model, seed
         self._rubbish = rubbish()
-        self.tally, self.ends = Tally(), 0.0
+        self.tally, self.ends, self.was_interrupted = Tally(), 0.0, False
 
     async def run(self, concurrency: int, seconds: float) -> None:
         """Have so many clients ask for so long, each one request after the other."""
@@ -142,7 +144,7 @@ class Load:
             showing.cancel()
 
     def _end_early(self) -> None:
-        self.ends = 0.0
+        self.ends, self.was_interrupted = 0.0, True
 
     async def _client(self, client: aiohttp.ClientSession, raw: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(f"{self._seed} {number}")
@@ -293,8 +295,9 @@ def main() -> None:
         status = end(server)
     row = _row(args, load.tally, minutes, before, after, watch.samples, at_rest, held, status)
     write_result(args.out, args.out.stem, settings, {"rows": [row], "problems": load.tally.problems}, where)
-    print(f"{'passed' if row.passed else 'FAILED'}; wrote {args.out}, the server's log is {log if own else 'its own'}")
-    sys.exit(0 if row.passed else 1)
+    said = f"{'passed' if row.passed else 'FAILED'}{f', PARTIAL: {minutes:.1f} minutes' if settings['partial'] else ''}"
+    print(f"{said}; wrote {args.out}, the server's log is {log if own else 'its own'}")
+    sys.exit(1 if not row.passed else INTERRUPTED_STATUS if load.was_interrupted else 0)
 
 
 def _reference(server: Server, model: str, job: Job) -> Answer:
@@ -364,7 +367,10 @@ def _rounded(value: float | None) -> float | None:
 
 def _elsewhere(url: str) -> tuple[Server, str]:
     url = url.rstrip("/").removesuffix("/v1")
-    model = httpx.get(f"{url}/v1/models", timeout=60).raise_for_status().json()["data"][0]["id"]
+    try:
+        model = httpx.get(f"{url}/v1/models", timeout=60).raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, httpx.InvalidURL, LookupError, ValueError, TypeError) as error:
+        raise PeagleError(f"--base-url {url} names no model ({one_line(error)}): start a server there first") from None
     return Server(url, None, time.perf_counter()), model
 
 
@@ -377,20 +383,22 @@ def _server_arguments(args: argparse.Namespace) -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", nargs="*", metavar="-- FLAGS", help="further flags of peagle serve")
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--minutes", type=amount, default=20)
+    parser.add_argument("--concurrency", type=count, default=4)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--head", help="default: the one that ships for the model")
     parser.add_argument("--num-speculative-tokens", help="K, or auto")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=count, default=1024)
     parser.add_argument("--base-url", help="a server that runs already, instead of one of its own")
-    parser.add_argument("--jobs", type=int, default=48, help="different requests")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of the longest answer")
+    parser.add_argument("--jobs", type=count, default=48, help="different requests")
+    parser.add_argument("--max-tokens", type=count, default=64, help="of the longest answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "soak-smollm2-135m-cpu.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    check_result_path(args.out)
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

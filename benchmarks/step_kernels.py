@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command, say_progress
+from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels.accept import accept
@@ -307,18 +307,19 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "step-kernels-h200.json")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--batches", nargs="+", type=count, default=[1, 8, 64])
     parser.add_argument("--backends", nargs="+", choices=["triton", "torch"], help="default: both on a GPU, else torch")
-    parser.add_argument("--seconds", type=float, default=0.05, help="time of one measurement")
-    parser.add_argument("--bandwidth", type=float, default=4.8, help="of the GPU's memory, TB/s")
+    parser.add_argument("--seconds", type=amount, default=0.05, help="time of one measurement")
+    parser.add_argument("--bandwidth", type=amount, default=4.8, help="of the GPU's memory, TB/s")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise PeagleError("no CUDA device: run on a GPU, or try the script itself with --device cpu")
+    check_out(args.out, cpu=args.device == "cpu")
     if args.backends is None:
         args.backends = ["triton", "torch"] if args.device == "cuda" else ["torch"]
     return args
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

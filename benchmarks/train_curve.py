@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.common import RESULTS, command
+from benchmarks.common import RESULTS, command, run_script
 from benchmarks.tables import render_block
 from peagle.bench.report import read_result, write_result
 from peagle.errors import PeagleError
@@ -139,4 +139,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from benchmarks.common import command
+from benchmarks.common import command, run_script
 from benchmarks.training_memory import SHAPES
 from peagle.bench.report import write_result
 from peagle.config import TrainConfig
@@ -184,4 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

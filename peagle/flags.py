@@ -38,6 +38,7 @@ def with_flags(
     panel_of = {name: (panel, text) for panel, texts in panels.items() for name, text in texts.items()}
     hints = {name: hint for name, hint in get_type_hints(config_class).items() if name in panel_of}
     elements = {name: element for name, hint in hints.items() if (element := _tuple_element(hint)) is not None}
+    filled = {field.name: bool(field.default) for field in fields(config_class)}  # who leaves a list out has something
     flags = []
     for field in (field for field in fields(config_class) if field.name in panel_of):
         name, (panel, text) = field.name, panel_of[field.name]
@@ -55,6 +56,9 @@ def with_flags(
         def command(**values: Any) -> None:
             chosen = {flag.name: values.pop(flag.name) for flag in flags}
             lists = {name: _parse_list(name, chosen[name], element) for name, element in elements.items()}
+            empty = [name for name, value in lists.items() if value is None and chosen[name] == "" and filled[name]]
+            if empty:
+                raise PeagleError(f"--{empty[0].replace('_', '-')} is empty: give at least one, or leave it out")
             # A list left out keeps the dataclass's own default, which may be empty and has no spelling here.
             chosen = {name: value for name, value in (chosen | lists).items() if name not in lists or value is not None}
             verb(**values, **{parameter: config_class(**chosen)})

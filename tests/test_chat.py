@@ -7,6 +7,8 @@ import pytest
 from peagle.acceptance import AcceptanceStats
 from peagle.chat import Conversation, run_chat
 from peagle.errors import PeagleError
+from peagle.sampling import SamplingParams
+from tests.server.tiny_harmony import dictation, harmony_llm, ids_of
 
 
 class FakeLLM:
@@ -14,8 +16,10 @@ class FakeLLM:
 
     def __init__(self):
         self.asked = []
+        self.tokenizer = SimpleNamespace(chat_template="", added_tokens_decoder={})
 
-    def chat(self, conversations, params, *, on_delta):
+    def chat(self, conversations, params, *, on_delta, marks):
+        assert marks is None
         (messages,) = conversations
         self.asked.append([message["content"] for message in messages])
         text = messages[-1]["content"]
@@ -84,3 +88,35 @@ def test_conversation_writes_pieces_as_they_come():
 def test_a_message_that_is_no_unicode_is_not_kept(capsys):
     assert talk("bad \udcff", "next").asked == [["next"]]
     assert "the message is not valid Unicode text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "said, shown, kept",
+    [
+        (
+            "<|channel|>analysis<|message|>hm é<|end|><|start|>assistant<|channel|>final<|message|>hello<|return|>",
+            "[thought] hm é\n[answer] hello",
+            "hello",
+        ),
+        ("<|channel|>final<|message|>hello<|return|>", "hello", "hello"),
+        ("<|channel|>analysis<|message|>hm", "[thought] hm", ""),
+        ("to", "to", "to"),  # that it was no header shows at the end
+    ],
+)
+def test_a_model_with_channels_says_what_is_thought(said, shown, kept):
+    pytest.importorskip("xgrammar")
+    llm, pieces = harmony_llm(3), []
+    params = SamplingParams(max_tokens=200, structured_outputs=dictation(llm.tokenizer, said))
+    conversation = Conversation(llm, params, pieces.append)
+    conversation.answer("hi")
+    written = "".join(pieces)
+    assert written[: written.rindex("\n[")] == shown
+    assert conversation.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": kept}]
+
+
+def test_what_ends_an_answer_of_channels_ends_it_in_a_conversation():
+    """Also where the model's files name one end of text alone; `ignore_eos` asks for the opposite."""
+    llm = harmony_llm(3)
+    stops = set(ids_of(llm.tokenizer, "<|return|><|call|>"))
+    params = [Conversation(llm, SamplingParams(ignore_eos=ignored), print)._params for ignored in (False, True)]
+    assert [stops <= set(one.stop_token_ids) for one in params] == [True, False]

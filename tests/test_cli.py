@@ -106,6 +106,12 @@ def test_help_shows_examples(verb):
     assert f"peagle {verb}".strip() in done.stdout.split("Examples")[1]
 
 
+@pytest.mark.parametrize("flag", ["--k", "--concurrency", "--datasets"])
+def test_an_empty_list_is_not_taken_for_the_default(flag, capsys):
+    line = fails(capsys, "bench", "sweep", "model", "--out", "a.json", flag, "")
+    assert line == f"peagle: {flag} is empty: give at least one, or leave it out"
+
+
 def test_help_without_a_verb():
     done = peagle()
     assert done.returncode == 0

@@ -48,6 +48,8 @@ def run_eval(
     name = path.resolve().name
     out = out or Path(f"eval-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
     check_result_path(out)
+    if out.exists():
+        console.print(f"{out} exists: what this run measures takes its place", markup=False, soft_wrap=True)
     if "humaneval" in config.accuracy:
         warning = f"--run-code: programs that the model wrote will run here, confined by {confinement()}"
         console.print(warning, style="yellow", markup=False, soft_wrap=True)
@@ -65,16 +67,19 @@ def run_eval(
     meter = Meter(console, "answers", _answers(config, sets, tasks))
     evaluation = Evaluation(target, drafter, sets, tasks, config, device, meter)
 
-    def save(*, partial: bool) -> None:
-        seconds = round(meter.seconds, 1)
-        write_result(out, out.stem, {**settings, "partial": partial, "seconds": seconds}, evaluation.found.results())
+    def save(*, partial: bool) -> bool:
+        """False where there is nothing yet: a result that is there already stays."""
+        results, seconds = evaluation.found.results(), round(meter.seconds, 1)
+        if results["rows"]:
+            write_result(out, out.stem, {**settings, "partial": partial, "seconds": seconds}, results)
+        return bool(results["rows"])
 
     try:
         with meter:
             evaluation.run(lambda: save(partial=True))
     except KeyboardInterrupt:
-        save(partial=True)
-        meter.say(f"Stopped: what was finished is in {out}, marked partial")
+        kept = f"what was finished is in {out}, marked partial"
+        meter.say(f"Stopped: {kept if save(partial=True) else 'nothing was finished, there is no result'}")
         raise
     notes: list[str] = []
     if said is not None:

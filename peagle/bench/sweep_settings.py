@@ -61,6 +61,12 @@ class SweepConfig:
                 "flight; raise it or lower concurrency"
             )
 
+        if self.min_prompts > self.num_prompts:
+            raise PeagleError(
+                f"min_prompts is {self.min_prompts}: more than the {self.num_prompts} of num_prompts, which no cell "
+                "exceeds; raise num_prompts or lower it"
+            )
+
     def _check_list(self, name: str) -> None:
         values = getattr(self, name)
         if values is None:

@@ -140,6 +140,7 @@ class LLM:
         *,
         on_delta: OnDelta | None = None,
         on_finish: OnFinish | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts. Text gets the special tokens that the tokenizer
         adds by itself, such as a BOS, unless `render_chat` wrote it; token ids are taken as they are.
@@ -147,14 +148,15 @@ class LLM:
         A string is one prompt.
 
         `on_delta(index, text)` receives text as it is decided, `on_finish(index, output)` each finished request. An
-        exception from a callback, Ctrl-C included, frees all requests before it propagates.
+        exception from a callback, Ctrl-C included, frees all requests before it propagates. With `on_delta`, `marks`
+        are what stands for some special tokens in the text.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
         if self.core.has_work or not self._generating.acquire(blocking=False):
             raise PeagleError("generate was called while requests are running: wait for them, or use `core`")
         try:
-            return self._generate(prompts, params, on_delta, on_finish)
+            return self._generate(prompts, params, on_delta, on_finish, marks)
         finally:
             self._generating.release()
 
@@ -164,6 +166,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams],
         on_delta: OnDelta | None,
         on_finish: OnFinish | None,
+        marks: Mapping[int, str] | None,
     ) -> list[RequestOutput]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -172,7 +175,7 @@ class LLM:
             )
         streamed = on_delta is not None
         pairs = enumerate(zip(prompts, each, strict=True))
-        requests = [self.make_request(p, s, index=i, streamed=streamed) for i, (p, s) in pairs]
+        requests = [self.make_request(p, s, index=i, streamed=streamed, marks=marks) for i, (p, s) in pairs]
         outputs: dict[int, RequestOutput] = {}
         try:
             for request in requests:
@@ -196,10 +199,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams],
         *,
         on_delta: OnDelta | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> list[RequestOutput]:
         """Answer each conversation (OpenAI-style messages) through the model's own chat template."""
         prompts = [render_chat(self.tokenizer, messages, add_generation_prompt=True) for messages in conversations]
-        return self.generate(prompts, params, on_delta=on_delta)
+        return self.generate(prompts, params, on_delta=on_delta, marks=marks)
 
     def make_request(
         self,

@@ -16,13 +16,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from peagle.errors import PeagleError
+
 _LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
 
 @cache
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels on `device` are launched so."""
-    if os.environ.get("PEAGLE_EARLY_LAUNCH") == "0" or os.environ.get("TRITON_INTERPRET") == "1":
+    """Whether kernels on `device` are launched so. Raises PeagleError for a setting that says neither."""
+    asked = os.environ.get("PEAGLE_EARLY_LAUNCH", "1")
+    if asked not in ("0", "1"):
+        raise PeagleError(f"PEAGLE_EARLY_LAUNCH is {asked!r}: set it to 0 or 1, or not at all")
+    if asked == "0" or os.environ.get("TRITON_INTERPRET") == "1":
         return False
     if device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,10 @@ from peagle.errors import PeagleError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+# What a template, which is a program, may raise for a conversation beside its own errors.
+_REFUSALS = (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, RecursionError)
 
 
 def check_unicode(text: str, what: str) -> str:
@@ -50,6 +55,11 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def added_tokens(tokenizer: "PreTrainedTokenizerFast") -> dict[str, int]:
+    """The tokens beyond a vocabulary of text, by name."""
+    return {str(token.content): number for number, token in tokenizer.added_tokens_decoder.items()}
+
+
 def placeholder_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
     """For a model with random weights: token 5 reads "<5>"; in a text, any other word is taken for "<0>"."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -84,12 +94,12 @@ def render_chat(
         check_unicode(str(message.get("content")), f"a message of the role {message.get('role')!r}")
     told = dict(variables or {})
     own = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in told:
-        if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            raise PeagleError(
-                f"chat_template_kwargs has {name[:80]!r}: this model's template reads no such variable, leave it out"
-            )
     try:
+        known = _variables(tokenizer.get_chat_template(tools=None if tools is None else list(tools))) if told else ()
+        if unknown := next((repr(name[:80]) for name in told if name in own or name not in known), None):
+            raise PeagleError(
+                f"chat_template_kwargs has {unknown}: this model's template reads no such variable, leave it out"
+            )
         text = tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
@@ -98,7 +108,7 @@ def render_chat(
             continue_final_message=continue_final_message,
             **told,
         )
-    except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
+    except (TemplateError, *_REFUSALS) as error:
         roles = [message.get("role") for message in messages]
         raise PeagleError(
             f"the chat template refused a conversation with roles {roles} ({error}): "
@@ -113,6 +123,18 @@ def chat_prompt(tokenizer: "PreTrainedTokenizerFast", messages: Sequence[dict[st
     if raw or not tokenizer.chat_template:
         return "\n\n".join(message["content"] for message in messages)
     return render_chat(tokenizer, messages, add_generation_prompt=True)
+
+
+@cache
+def _variables(template: str) -> frozenset[str]:
+    """What a chat template reads from outside, the conversation and what transformers adds left out.
+
+    Raises TemplateSyntaxError."""
+    from jinja2 import Environment, meta
+
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers' own
+    tree = Environment(extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"]).parse(plain)
+    return frozenset(meta.find_undeclared_variables(tree) - {"messages", "raise_exception", "strftime_now"})
 
 
 def encode(tokenizer: "PreTrainedTokenizerFast", text: str, add_special_tokens: bool | None = None) -> list[int]:

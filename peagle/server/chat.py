@@ -11,6 +11,7 @@ from peagle.errors import PeagleError
 from peagle.models.tokenizer import ChatText
 from peagle.server.answer_parsing import Parser, Piece, joined
 from peagle.server.errors import ApiError
+from peagle.server.harmony import Harmony
 from peagle.server.logprobs import chat_logprobs
 from peagle.server.protocol import ChatBody
 from peagle.server.responses import Form
@@ -87,13 +88,13 @@ def chat(service: Service) -> APIRouter:
             body,
             "messages",
         )
-        form = _form(lambda: MessageWriter(style.parser(prompt, tools), several))
+        form = _form(lambda: MessageWriter(style.parser(prompt, tools), several), style.harmony)
         return await service.answer(http, body, requests, form)
 
     return router
 
 
-def _form(writer: Callable[[], MessageWriter]) -> Form:
+def _form(writer: Callable[[], MessageWriter], harmony: Harmony | None) -> Form:
     return Form(
         prefix="chatcmpl",
         whole_kind="chat.completion",
@@ -101,6 +102,7 @@ def _form(writer: Callable[[], MessageWriter]) -> Form:
         writer=writer,
         logprobs=chat_logprobs,
         opening={"delta": {"role": "assistant", "content": ""}},
+        harmony=harmony,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from peagle.config import ServeConfig
 from peagle.server.answer_parsing import CALL, END_THINK, THINK, Parser, PlainText, Thoughts
-from peagle.server.harmony import Harmony, harmony_turns
+from peagle.server.harmony import Harmony, begun_header, harmony_turns
 from peagle.server.harmony_parsing import HarmonyMessages
 from peagle.server.tools import Dialect, ToolUse, as_text
 from peagle.structured.outputs import StructuredOutputs
@@ -72,7 +72,9 @@ class ChatStyle:
     def parser(self, prompt: str, tools: ToolUse | None) -> Parser:
         """A parser of the answer to a rendered prompt."""
         if self.harmony is not None:
-            return HarmonyMessages(None if tools is None else {function.name for function in tools.functions})
+            messages = HarmonyMessages(None if tools is None else {function.name for function in tools.functions})
+            messages.push(begun_header(prompt))
+            return messages
         rest = PlainText() if tools is None else tools.parser()
         return Thoughts(rest, is_open=_opens_thought(prompt)) if self.thinks else rest
 

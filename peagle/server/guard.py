@@ -118,7 +118,8 @@ async def _with_body(headers: MutableMapping[bytes, bytes], receive: Receive, se
                 if size > MAX_BODY_BYTES:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body took more than {seconds:g} seconds: send it again") from None
+        late = f"the body took more than {seconds:g} seconds: send it again"
+        raise ApiError(408, late, headers={"Connection": "close"}) from None  # what comes now is no request
     whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
     async def replay() -> Message:

@@ -83,6 +83,16 @@ class Harmony:
         return {"type": "token", "token": self.ids[name]}
 
 
+def begun_header(prompt: str) -> str:
+    """The header of the message within which a rendered prompt ends, as its answer would have it; mostly nothing."""
+    header, found, body = prompt.rpartition("<|start|>")[2].partition("<|message|>")
+    if not found or body.endswith(("<|end|>", *_STOPS)):
+        return ""
+    for name, mark in _MARKS.items():
+        header = header.replace(name, mark)
+    return START + header + MESSAGE
+
+
 def harmony_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation as gpt-oss' template takes it without leaving anything out.
 

@@ -17,6 +17,7 @@ from peagle.engine.request import Request, RequestOutput
 from peagle.server.answers import Answers
 from peagle.server.engine_thread import Delta
 from peagle.server.errors import ClientGone, api_error
+from peagle.server.harmony import Harmony
 from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.trace import Trace
 
@@ -25,8 +26,8 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one endpoint writes an answer: the `writer` of each choice, its tokens' `logprobs`, and what its first chunk
-    says before there is text."""
+    """How one endpoint writes an answer: the `writer` of each choice, its tokens' `logprobs`, what its first chunk says
+    before there is text, and the format of the text if it has marks."""
 
     prefix: str  # of ids
     whole_kind: str
@@ -34,6 +35,7 @@ class Form:
     writer: "Callable[[], Writer]"
     logprobs: Callable[[TokenNames, Sequence[ScoredToken]], dict[str, Any]]
     opening: Mapping[str, Any] | None = None
+    harmony: Harmony | None = None
 
 
 class Writer(Protocol):

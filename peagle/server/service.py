@@ -16,7 +16,7 @@ from peagle.config import ServeConfig
 from peagle.engine.engine import LLM
 from peagle.engine.request import Request
 from peagle.errors import NoMemory, PeagleError
-from peagle.models.tokenizer import ChatText, encode, render_chat
+from peagle.models.tokenizer import ChatText, added_tokens, encode, render_chat
 from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
@@ -59,8 +59,8 @@ class Service:
     def of(cls, engine: EngineThread, llm: LLM, config: ServeConfig, name: str) -> Self:
         """A service of a loaded model."""
         longest = max(map(len, llm.tokenizer.get_vocab()))
-        tokens = {str(token.content): number for number, token in llm.tokenizer.added_tokens_decoder.items()}
-        style = ChatStyle.of(llm.tokenizer.chat_template, config, tokens, llm.target.spec.eos_token_ids)
+        tokens, eos_ids = added_tokens(llm.tokenizer), llm.target.spec.eos_token_ids
+        style = ChatStyle.of(llm.tokenizer.chat_template, config, tokens, eos_ids)
         return cls(engine, llm, config, name, TokenNames(llm.tokenizer), longest_token=longest, style=style)
 
     def check_model(self, name: str | None) -> None:
@@ -94,7 +94,9 @@ class Service:
         described = None
         if tools is not None:
             turns, described = tools.introduced(turns), tools.for_template()
-        variables = (body.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
+        variables = body.chat_template_kwargs or {}
+        if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
+            raise PeagleError(f"reasoning_effort is {effort!r}, and another in chat_template_kwargs: give it once")
         return render_chat(
             self.llm.tokenizer, turns, add_generation_prompt=body.opens_answer, tools=described, variables=variables,
             continue_final_message=bool(body.continue_final_message),
@@ -172,7 +174,7 @@ class Service:
         reply = Reply(form, self.name, requests, body.choices, echoes, body.wants_usage, self.names)
         answers = Answers(self.engine, requests, reply.id, http.receive, self.config.request_timeout)
         if body.stream:
-            traces = [Trace(self.llm.tokenizer) for _ in requests] if body.wants_trace else []
+            traces = [Trace(self.llm.tokenizer, form.harmony) for _ in requests] if body.wants_trace else []
             return EventStream(reply, answers, traces)
         outputs = await answers.outputs()
         if any(request.logprobs is not None for request in requests):  # long to write: others are not to wait

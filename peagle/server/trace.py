@@ -4,7 +4,10 @@ from typing import Any
 
 from peagle.engine.outputs import ShownRound
 from peagle.engine.text import TextStream
+from peagle.server.answer_parsing import Parser, PlainText
 from peagle.server.engine_thread import Delta
+from peagle.server.harmony import Harmony
+from peagle.server.harmony_parsing import HarmonyMessages
 
 
 class Trace:
@@ -13,12 +16,14 @@ class Trace:
     `kind` is "accepted" for a draft that was kept; the others are the target's own: "corrected" in place of a draft
     that it rejected, "bonus" after a round whose drafts were all kept, "plain" where nothing was drafted. `position`
     counts the drafts of a round from 1: that of the draft that was kept, or of the first that was not. `rejected` is
-    that one and those after it.
+    that one and those after it. With `harmony` headers have no text,
+    and what was thought is marked.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, harmony: Harmony | None = None) -> None:
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, ())
+        self._text = TextStream(tokenizer, (), harmony.marks if harmony else {})
+        self._parser: Parser = HarmonyMessages(None) if harmony else PlainText()
         self._count = 0
 
     def tokens(self, delta: Delta) -> list[dict[str, Any]]:
@@ -32,8 +37,12 @@ class Trace:
         for token_id in delta.token_ids:
             self._text.push(token_id)
             mark = marks.get(self._count, {"kind": "plain"})
-            told.append({"id": token_id, "text": self._text.take(), **mark})
+            pieces = self._parser.push(self._text.take())
+            thought = {"thought": True} if pieces and pieces[-1].kind == "thought" else {}
+            told.append({"id": token_id, "text": "".join(piece.text for piece in pieces), **mark, **thought})
             self._count += 1
+        if told and delta.output is not None:
+            told[-1]["text"] += "".join(piece.text for piece in self._parser.finish())
         return told
 
     def _own(self, shown: ShownRound) -> dict[str, Any]:

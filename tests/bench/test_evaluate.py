@@ -127,6 +127,22 @@ def test_an_interrupted_run_keeps_the_sets_that_were_finished(tiny, tmp_path, mo
     assert "marked partial" in capsys.readouterr().err
 
 
+def test_a_run_that_is_interrupted_at_once_takes_no_result_s_place(tiny, measured, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "a.json"
+    out.write_bytes(measured[1].read_bytes())
+
+    def count(self, output):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation.Evaluation, "_count", count)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tiny, out)
+    assert out.read_bytes() == measured[1].read_bytes()
+    said = capsys.readouterr().err
+    assert f"{out} exists: what this run measures takes its place" in " ".join(said.split("\n"))
+    assert "nothing was finished, there is no result" in said
+
+
 # The card
 
 

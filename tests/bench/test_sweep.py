@@ -253,7 +253,7 @@ def engines():
 def test_a_cell_has_prompts_for_its_clients_and_for_an_interval():
     config = SweepConfig(num_prompts=96, prompts_per_client=3, min_prompts=16)
     assert [config.prompts_of(c) for c in (1, 2, 8, 16, 64)] == [16, 16, 24, 48, 96]
-    assert SweepConfig(num_prompts=70, min_prompts=200).prompts_of(1) == 70
+    assert SweepConfig(num_prompts=70, min_prompts=70).prompts_of(1) == 70
 
 
 @pytest.mark.parametrize("ahead", [0, 1])  # 1: as on a GPU
@@ -305,6 +305,8 @@ def test_a_prompt_that_fills_the_context_is_refused():
         (dict(concurrency=(0, 1)), "concurrency has 0"),
         (dict(concurrency=(128,)), "num_prompts is 80: fewer than the 128"),
         (dict(datasets=()), "datasets is empty"),
+        (dict(min_prompts=0), "min_prompts is 0: it must be a whole number of at least 1"),
+        (dict(min_prompts=81), "min_prompts is 81: more than the 80 of num_prompts"),
         (dict(repeats=0), "repeats is 0"),
         (dict(seconds=0.0), "seconds is 0.0"),
         (dict(temperature=-1.0), "temperature is -1.0"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.errors import PeagleError
 from peagle.kernels.rms_norm import add_rms_norm
 from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, prefers_stream, stream_linear
 from peagle.models import layers
@@ -240,3 +241,14 @@ def test_rows_alone_on_gpu(operation: str, inputs: int, outputs: int):
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_norm_of_parts_on_gpu(dtype: torch.dtype):
     check_norm_of_parts("cuda", dtype)
+
+
+@pytest.mark.parametrize("value", ["", "2", "off", "false", " 0"])
+def test_a_setting_that_says_neither_is_refused(value, monkeypatch):
+    from peagle.kernels.early_launch import launches_early
+
+    monkeypatch.setenv("PEAGLE_EARLY_LAUNCH", value)
+    with pytest.raises(PeagleError, match=r"PEAGLE_EARLY_LAUNCH is .*: set it to 0 or 1"):
+        launches_early.__wrapped__(torch.device("cuda"))
+    monkeypatch.setenv("PEAGLE_EARLY_LAUNCH", "0")
+    assert not launches_early.__wrapped__(torch.device("cuda"))

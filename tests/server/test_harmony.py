@@ -17,7 +17,7 @@ from peagle.server.harmony import Harmony, harmony_turns
 from peagle.server.protocol import Message
 from peagle.structured.outputs import StructuredOutputs
 from tests.server.serving import chat_llm, serving
-from tests.server.tiny_harmony import MARKED, TEMPLATE, harmony_llm, ids_of
+from tests.server.tiny_harmony import MARKED, TEMPLATE, dictation, harmony_llm, ids_of
 
 pytest.importorskip("xgrammar")
 
@@ -61,8 +61,7 @@ def dictate(llm, monkeypatch):
     """Have every answer be this text, special tokens in it."""
 
     def set_up(said: str) -> None:
-        tokens = [{"type": "token", "token": token} for token in ids_of(llm.tokenizer, said)]
-        form = StructuredOutputs(tag=json.dumps({"type": "sequence", "elements": tokens}))
+        form = dictation(llm.tokenizer, said)
         make = LLM.make_request
 
         def dictated(prompt, params, **rest):
@@ -112,6 +111,16 @@ def message_of(client: OpenAI, **fields) -> tuple[str, str, list, str]:
 def test_channels(client, dictate, said, found):
     dictate(said)
     assert message_of(client, tools=TOOLS) == found
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_tokens_of_a_traced_answer_add_up_to_what_is_said(client, dictate, tools):
+    dictate(THINK + FINAL)
+    told = []
+    for chunk in ask(client, stream=True, tools=tools, extra_body={"peagle": {"trace": True}}):
+        told += chunk.model_extra["peagle"]["tokens"] if "peagle" in chunk.model_extra else []
+    assert "".join(token["text"] for token in told if token.get("thought")) == "hm é"
+    assert "".join(token["text"] for token in told if not token.get("thought")) == "hello {you}"
 
 
 def test_without_tools_there_are_no_calls(client, dictate):
@@ -233,12 +242,31 @@ def test_a_conversation_comes_back_as_it_was_said(llm):
     )
 
 
+@pytest.mark.parametrize("said", ["lo there", "to=x", "assistant", "to", "<|end|><|start|>assistant" + FINAL])
+def test_a_message_that_goes_on_has_no_header(client, dictate, said):
+    dictate(said)
+    begun = [*HELLO, {"role": "assistant", "content": "hel"}]
+    text = "hello {you}" if said.endswith(FINAL) else said
+    found = message_of(client, messages=begun, extra_body={"continue_final_message": True})
+    assert found == ("", text, [], "stop")
+
+
+def test_an_answer_that_nothing_opens_has_a_header(client, dictate):
+    dictate("<|start|>assistant" + THINK + FINAL)
+    found = message_of(client, extra_body={"add_generation_prompt": False})
+    assert found == ("hm é", "hello {you}", [], "stop")
+
+
 def test_how_much_to_think(client):
     plain = ask(client, max_tokens=1).usage.prompt_tokens
     high = ask(client, max_tokens=1, reasoning_effort="high").usage.prompt_tokens
     assert high - plain == len("system") + len("high") + 3  # and three special tokens
     with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
         ask(client, reasoning_effort="xhigh")
+    also = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert ask(client, max_tokens=1, reasoning_effort="high", extra_body=also).usage.prompt_tokens == high
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort is 'low', and another in chat_template_kwargs"):
+        ask(client, reasoning_effort="low", extra_body=also)
     with client_of(chat_llm()) as other, pytest.raises(openai.BadRequestError, match="no place for it") as error:
         ask(other, reasoning_effort="high")
     assert error.value.param == "reasoning_effort"

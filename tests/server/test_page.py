@@ -1,6 +1,7 @@
 """The page at / in headless Chromium, over a tiny engine whose drafts are right four times of five."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.engine.tiny import force_drafts
 from tests.server.browser import chromium
 from tests.server.serving import chat_llm, serving, wait_for
 from tests.server.test_engine_thread import slow_steps
+from tests.server.tiny_harmony import dictation, harmony_llm
 
 HOSTILE = "<img src=x onerror=document.title='bad'>"
 
@@ -201,6 +203,23 @@ def test_a_key_is_asked_for(browser):
         assert page.ask("hello").startswith("done")
         assert page.driver.title == "peagle"
         assert all("401" in line for line in page.console())
+
+
+def test_headers_of_gpt_oss_are_not_shown_and_thoughts_look_different(browser, monkeypatch):
+    pytest.importorskip("xgrammar")
+    llm = harmony_llm(3)
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>hello<|return|>"
+    make, form = llm.make_request, dictation(llm.tokenizer, said)
+
+    def dictated(prompt, params, **rest):
+        return make(prompt, replace(params, structured_outputs=form), **rest)
+
+    monkeypatch.setattr(llm, "make_request", dictated)
+    with serving(llm) as served:
+        page = Page(browser, served.url)
+        assert page.ask("hi").startswith("done: ")
+        assert "".join(token.text for token in page.all(".turn .token.thought")) == "hm"
+        assert "".join(token.text for token in page.all(".turn .token:not(.thought)")) == "hello"
 
 
 def test_phone_and_dark(page):

@@ -41,7 +41,7 @@ def client(llm):
 
 
 def post(client, path, status=200, **body):
-    response = client.post(path, json=body)
+    response = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
     return response.json()
 
@@ -111,6 +111,32 @@ def test_how_a_conversation_is_put_into_the_template(client):
         count = post(client, "/tokenize", messages=begun, **fields)["count"]
         usage = post(client, CHAT, messages=begun, max_tokens=1, **fields)["usage"]
         assert usage["prompt_tokens"] == count
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        *({name: 1} for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "self")),
+        *({name: 1} for name in ("m", "role", "for", "length", "", "a b", "\ud800", "Enable_Thinking", "x" * 10_000)),
+        {str(number): 1 for number in range(20_000)},
+    ],
+)
+def test_variables_that_the_template_does_not_read(client, variables):
+    for path in (CHAT, "/tokenize"):
+        said = post(client, path, 400, messages=HELLO, chat_template_kwargs=variables)["error"]
+        assert said["param"] == "chat_template_kwargs"
+        assert said["message"].endswith(": this model's template reads no such variable, leave it out")
+        assert len(said["message"]) < 200
+
+
+def test_values_that_break_the_template(client):
+    deep = json.loads("[" * 900 + "]" * 900)
+    said = post(client, CHAT, 400, messages=HELLO, chat_template_kwargs={"enable_thinking": deep})["error"]
+    assert said["message"].startswith("the chat template refused a conversation")
+    for value in ("\ud800", 10**300, None, [], "x" * 100_000):
+        assert post(client, "/tokenize", messages=HELLO, chat_template_kwargs={"enable_thinking": value})["count"] == 8
+    said = post(client, CHAT, 400, messages=HELLO, chat_template_kwargs={"bos_token": "\ud800"})["error"]
+    assert "not valid Unicode text" in said["message"]
 
 
 def test_what_changes_no_answer_is_taken(client):

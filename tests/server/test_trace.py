@@ -1,6 +1,7 @@
 """Where tokens came from, as a stream tells it, and requests that want no drafts."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -9,14 +10,17 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.config import ServeConfig
 from peagle.engine.outputs import ShownRound
+from peagle.models.tokenizer import added_tokens
 from peagle.sampling import SamplingParams
 from peagle.server.app import make_app
 from peagle.server.engine_thread import Delta
+from peagle.server.harmony import Harmony
 from peagle.server.trace import Trace
 from tests.engine.tiny import force_drafts, random_prompts, tiny_llm, tiny_tokenizer
 from tests.server.serving import chat_llm, started
 from tests.server.test_app import CHAT, COMPLETIONS, HELLO, chunks, error, post
 from tests.server.test_engine_thread import begin, running
+from tests.server.tiny_harmony import TEMPLATE, harmony_tokenizer, ids_of
 
 K = 3
 
@@ -115,6 +119,28 @@ def test_half_characters_wait_in_the_trace():
     trace = Trace(tokenizer)
     told = [token["text"] for i in ids for token in trace.tokens(Delta("", [i], None))]
     assert told == ["a", "", "é", "", "", "", "🙂", "b"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_headers_have_no_text_and_thoughts_are_marked(size):
+    tokenizer = harmony_tokenizer()
+    said = "<|channel|>analysis<|message|>hmé<|end|><|start|>assistant<|channel|>final<|message|>hey <|return|>"
+    ids = ids_of(tokenizer, said)
+    trace = Trace(tokenizer, Harmony.of(TEMPLATE, added_tokens(tokenizer)))
+    told = [token for at in range(0, len(ids), size) for token in trace.tokens(Delta("", ids[at : at + size], None))]
+    assert [token["id"] for token in told] == ids
+    spoken = [token for token in told if token["text"]]
+    assert "".join(token["text"] for token in spoken if token.get("thought")) == "hmé"
+    assert "".join(token["text"] for token in spoken if not token.get("thought")) == "hey "
+
+
+def test_what_turns_out_to_be_no_header_comes_with_the_last_token():
+    tokenizer = harmony_tokenizer()
+    trace = Trace(tokenizer, Harmony.of(TEMPLATE, added_tokens(tokenizer)))
+    first, last = ids_of(tokenizer, "to")
+    assert [token["text"] for token in trace.tokens(Delta("", [first], None))] == [""]
+    output = SimpleNamespace(finish_reason="stop")
+    assert [token["text"] for token in trace.tokens(Delta("", [last], output))] == ["to"]
 
 
 def test_rounds_are_laid_over_tokens():

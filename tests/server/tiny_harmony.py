@@ -1,5 +1,6 @@
 """A tiny byte-level tokenizer with gpt-oss' special tokens, and a template that writes its format."""
 
+import json
 import string
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.engine.engine import LLM
+from peagle.structured.outputs import StructuredOutputs
 from tests.engine.tiny import EOS, tiny_llm
 
 MARKED = (
@@ -55,6 +57,12 @@ def harmony_tokenizer() -> PreTrainedTokenizerFast:
 
 def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def dictation(tokenizer: PreTrainedTokenizerFast, said: str) -> StructuredOutputs:
+    """Holds an answer to this text, special tokens in it."""
+    tokens = [{"type": "token", "token": token} for token in ids_of(tokenizer, said)]
+    return StructuredOutputs(tag=json.dumps({"type": "sequence", "elements": tokens}))
 
 
 def harmony_llm(k: int = 3, **engine: Any) -> LLM:

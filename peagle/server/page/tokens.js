@@ -73,9 +73,9 @@ export class Answer {
     this.ids.push(token.id);
     if (token.kind === "accepted") this.numAccepted += 1;
     if (token.kind === "corrected" || token.kind === "bonus") this.numRounds += 1;
-    if (token.text === "") return; // half a character, or the end of the answer
+    if (token.text === "") return; // half a character, a header, or the end of the answer
     const element = document.createElement("span");
-    element.className = `token ${token.kind}`;
+    element.className = `token ${token.kind}${token.thought ? " thought" : ""}`;
     element.textContent = token.text;
     element.tabIndex = this.tokens.size ? -1 : 0; // one stop for Tab, the arrow keys do the rest
     this.tokens.set(element, token);
