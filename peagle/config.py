@@ -161,11 +161,11 @@ class EngineConfig:
     what the KV cache holds if that is less.
 
     `gpu_memory_utilization` is the share of the GPU's whole memory that may be in use once the engine stands: weights,
-    KV cache, activations and graphs. `graphs` replays decode steps as CUDA graphs (off: vLLM's `enforce_eager`), and
-    `async_scheduling` prepares a step while the one before it runs; both are for CUDA alone. `kernels` is the form of
-    everything between the matmuls: "auto" is Triton on CUDA. `load_format` "dummy" draws the target's weights at
-    random, for benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which takes four times the
-    memory, instead of inside their kernel.
+    KV cache, activations and graphs. `graphs` replays decode steps as CUDA graphs (off: vLLM's `enforce_eager`),
+    `prompt_graphs` passes over short prompts too, padded to a few shapes, and `async_scheduling` prepares a step while
+    the one before it runs; all are for CUDA alone. `kernels` is the form of everything between the matmuls: "auto" is
+    Triton on CUDA. `load_format` "dummy" draws the target's weights at random, for benchmarks. `unpack_experts` unpacks
+    MXFP4 experts when they are loaded, which takes four times the memory, instead of inside their kernel.
     """
 
     dtype: str = "auto"
@@ -178,6 +178,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     graphs: bool = True
+    prompt_graphs: bool = False
     async_scheduling: bool = True
     attention: str = "auto"
     load_format: str = "auto"

@@ -106,6 +106,7 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "block_size": "Tokens of a KV cache block.",
             "enable_prefix_caching": "Keep the KV cache of prompts for later ones that begin alike.",
             "graphs": "On a GPU, replay decode steps as CUDA graphs.",
+            "prompt_graphs": "On a GPU, replay passes over short prompts as CUDA graphs too.",
             "async_scheduling": "On a GPU, prepare a step while the one before it runs.",
             "unpack_experts": "On a GPU, unpack MXFP4 experts at load: four times the memory.",
             "kernels": "torch, triton, or auto: triton on GPU.",

@@ -3,9 +3,9 @@
 Suffixes: B requests, T target rows, K drafts, N blocks of a table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,14 @@ from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SlotState
 from peagle.engine.transfer import to_device
 from peagle.kernels.draft_layout import kv_slots
+from peagle.kernels.paged_attention import AttentionPlan, TilePlan, most_tile, plan_attention
 from peagle.kernels.verify_rows import verify_rows
+from peagle.models.spec import LayerSizes
+
+
+def heads_per_kv(heads: LayerSizes) -> int:
+    """Query heads that share a key and value head."""
+    return heads.num_heads // heads.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,46 @@ class HostShape:
     def sampled(self, rows: int) -> "HostShape":
         """`rows` rows of each request, over the same keys."""
         return HostShape(np.full_like(self.rows_B, rows), self.most_keys_B, self.tables_BN)
+
+    def plan(self, heads: LayerSizes, sizes: EngineSizes, device: torch.device, backend: str) -> AttentionPlan:
+        """Plan a pass over these rows, which it carries to the device."""
+        return plan_attention(
+            self.rows_B, self.most_keys_B.clip(max=sizes.max_model_len), self.tables_BN, sizes.block_size,
+            heads_per_kv=heads_per_kv(heads), head_dim=heads.head_dim, device=device, backend=backend,
+        )  # fmt: skip
+
+
+class PassTiles(NamedTuple):
+    """A kind of pass over the rows of prompts: its attention is cut into tiles by how many query heads share a key,
+    and `extra` rows of each request come after those of its prompt."""
+
+    heads_per_kv: int
+    extra: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return most_tile(self.heads_per_kv) // self.heads_per_kv
+
+
+@dataclass(frozen=True, slots=True)
+class TiledShape:
+    """`HostShape` for rows whose plans are on the device already, where a CUDA graph reads them."""
+
+    plans: Mapping[PassTiles, TilePlan]
+    extra: int = 0
+
+    def extended(self, rows: int) -> "TiledShape":
+        """The same requests with `rows` more rows each."""
+        return TiledShape(self.plans, self.extra + rows)
+
+    def sampled(self, rows: int) -> "TiledShape":  # noqa: ARG002
+        """Equal counts of rows need no plan of the host's where kernels are Triton's."""
+        return self
+
+    def plan(self, heads: LayerSizes, sizes: EngineSizes, device: torch.device, backend: str) -> AttentionPlan:  # noqa: ARG002
+        """The plan of a pass over these rows."""
+        return self.plans[PassTiles(heads_per_kv(heads), self.extra)]
 
 
 class Scored(NamedTuple):
@@ -58,7 +105,7 @@ class Rows:
     drafts_BK: Tensor  # what the rows after the first verify; K is 0 for prompts
     next_prompt_B: Tensor | None  # the prompt token after a chunk, -1 where it is sampled; None when verifying
     rows_per_request: int | None  # None: ragged
-    host: HostShape | None  # None: plans must do without, as in a CUDA graph
+    host: HostShape | TiledShape | None  # None: plans must do without, as in a CUDA graph
     scored: Scored | None = None
 
     @property
@@ -98,33 +145,74 @@ class Rows:
     @classmethod
     def of_prompts(cls, chunks: Sequence[Chunk], state: SlotState, sizes: EngineSizes, backend: str) -> Self:
         """Chunks of prompts; what follows each chunk's last token is known unless the chunk is the last."""
-        slot_B = np.array([c.request.slot for c in chunks])
-        first_B = np.array([c.first for c in chunks])
-        rows_B = np.array([c.num_rows for c in chunks])
+        arrays, device = PromptParts.of(chunks), state.tables.device
+        rows_B = np.diff(arrays.start_B1)
+        host = HostShape(rows_B, arrays.first_B + rows_B, state.host_tables[arrays.slot_B])
+        scored = _scored(chunks, arrays.start_B1, device)
+        return cls.of_parts(PromptParts(*to_device(arrays, device)), state, sizes, host, backend, scored)
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: "PromptParts[Tensor]",
+        state: SlotState,
+        sizes: EngineSizes,
+        host: HostShape | TiledShape,
+        backend: str,
+        scored: Scored | None = None,
+    ) -> Self:
+        """Chunks of prompts from their parts on the device."""
+        tables_BN, positions_T = state.tables[parts.slot_B], parts.positions_T
+        slots_T = kv_slots(
+            tables_BN, parts.request_T, positions_T, sizes.block_size, sizes.max_model_len, backend=backend
+        )  # fmt: skip
+        return cls(
+            slot_B=parts.slot_B,
+            ids_T=parts.ids_T,
+            positions_T=positions_T,
+            kv_slots_T=slots_T,
+            last_keys_T=positions_T,
+            start_B1=parts.start_B1,
+            first_B=parts.first_B,
+            tables_BN=tables_BN,
+            drafts_BK=parts.slot_B.new_empty((len(parts.slot_B), 0)),
+            next_prompt_B=parts.next_B,
+            rows_per_request=None,
+            host=host,
+            scored=scored,
+        )
+
+
+T = TypeVar("T", np.ndarray, Tensor)
+
+
+class PromptParts(NamedTuple, Generic[T]):
+    """What says which rows a pass over prompts has, on the host or on the device."""
+
+    slot_B: T
+    ids_T: T
+    request_T: T
+    positions_T: T
+    start_B1: T
+    first_B: T
+    next_B: T  # the prompt token after a chunk, -1 where it is sampled
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> "PromptParts[np.ndarray]":
+        """Those of some chunks, on the host."""
+        slot_B = _integers(c.request.slot for c in chunks)
+        first_B = _integers(c.first for c in chunks)
+        rows_B = _integers(c.num_rows for c in chunks)
         start_B1 = np.concatenate(([0], np.cumsum(rows_B)))
-        ids = [np.array(c.request.token_ids[c.first : c.first + c.num_rows]) for c in chunks]
-        next_B = np.array([-1 if c.is_last else c.request.token_ids[c.first + c.num_rows] for c in chunks])
+        ids_T = _integers(i for c in chunks for i in c.request.token_ids[c.first : c.first + c.num_rows])
+        next_B = _integers(-1 if c.is_last else c.request.token_ids[c.first + c.num_rows] for c in chunks)
         request_T = np.repeat(np.arange(len(chunks)), rows_B)
         positions_T = (first_B - start_B1[:-1])[request_T] + np.arange(len(request_T))
-        arrays = (slot_B, np.concatenate(ids), request_T, positions_T, start_B1, first_B, next_B)
-        slot, ids_T, request, positions, start, first, next_prompt = to_device(arrays, state.tables.device)
-        tables_BN = state.tables[slot]
-        slots_T = kv_slots(tables_BN, request, positions, sizes.block_size, sizes.max_model_len, backend=backend)
-        return cls(
-            slot_B=slot,
-            ids_T=ids_T,
-            positions_T=positions,
-            kv_slots_T=slots_T,
-            last_keys_T=positions,
-            start_B1=start,
-            first_B=first,
-            tables_BN=tables_BN,
-            drafts_BK=slot.new_empty((len(chunks), 0)),
-            next_prompt_B=next_prompt,
-            rows_per_request=None,
-            host=HostShape(rows_B, first_B + rows_B, state.host_tables[slot_B]),
-            scored=_scored(chunks, start_B1, state.tables.device),
-        )
+        return PromptParts(slot_B, ids_T, request_T, positions_T, start_B1, first_B, next_B)
+
+
+def _integers(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, dtype=np.int64)
 
 
 def _scored(chunks: Sequence[Chunk], start_B1: np.ndarray, device: torch.device) -> Scored | None:

@@ -9,18 +9,23 @@ import torch
 from peagle.config import EngineConfig
 from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import Eagle3Drafter
+from peagle.engine.batch import PassTiles, heads_per_kv
 from peagle.engine.block_pool import BlockPool
 from peagle.engine.core import EngineCore
-from peagle.engine.graphs import bucket_sizes
+from peagle.engine.graphs import GraphPool, bucket_sizes
 from peagle.engine.kv_cache import PagedCache
 from peagle.engine.memory import EngineLoad, plan_memory
+from peagle.engine.outputs import StepOutput
+from peagle.engine.prompt_graphs import PromptGraphs
+from peagle.engine.prompt_rows import PaddedPrompts, prompt_shapes
 from peagle.engine.scheduler import Scheduler
 from peagle.engine.sizes import EngineSizes
-from peagle.engine.slots import SlotState
+from peagle.engine.slots import SamplingMode, SlotState
 from peagle.engine.speculation import draft_counts
 from peagle.engine.step import DraftSide, SpeculativeStep
 from peagle.errors import PeagleError
 from peagle.kernels.backend import can_run_triton
+from peagle.kernels.paged_attention import can_tile
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
 from peagle.models.layers import use_kernels
 from peagle.models.packing import pack_linears
@@ -57,6 +62,7 @@ def build_core(
             if pack and device.type == "cpu":
                 pack_linears(module)
     load = EngineLoad(config, spec, drafter.config if drafter else None, most_drafts, weight.dtype)
+    on_cuda = device.type == "cuda"
     num_graphs = len(bucket_sizes(config.max_num_seqs)) * len(draft_counts(most_drafts)) * _MODES + _SINGLES
     memory = plan_memory(load, device, num_graphs=num_graphs)
     _log.info("%s", memory.describe())
@@ -79,7 +85,9 @@ def build_core(
         synthetic=None if synthetic_rates is None else SyntheticLengths(synthetic_rates, device),
     )
     pool = BlockPool(memory.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
-    on_cuda = device.type == "cuda"
+    captures = config.graphs and on_cuda and kernels == "triton"
+    graph_pool = GraphPool(device)
+    captures_prompts = captures and config.prompt_graphs and all(can_tile(heads.head_dim) for heads in load.heads)
     return EngineCore(
         step,
         Scheduler(pool, sizes),
@@ -87,11 +95,26 @@ def build_core(
         sizes=sizes,
         device=device,
         kernels=kernels,
-        graphs=config.graphs and on_cuda,
+        graphs=captures,
         max_graphs=num_graphs,
         steps_ahead=int(config.async_scheduling and on_cuda),
         has_drafter=drafter is not None,
+        prompt_graphs=prompt_graphs(step, load, sizes, graph_pool) if captures_prompts else None,
+        pool=graph_pool,
     )
+
+
+def prompt_graphs(step: SpeculativeStep, load: EngineLoad, sizes: EngineSizes, pool: GraphPool) -> PromptGraphs:
+    """Graphs of the passes over prompts that `step` makes, with as many drafts as it may be asked for."""
+    passes = [PassTiles(heads_per_kv(load.spec), 0)]
+    if load.drafter is not None:
+        passes.append(PassTiles(heads_per_kv(load.drafter), load.num_drafts - 1 if load.drafter.parallel else 0))
+
+    def body(padded: PaddedPrompts, mode: SamplingMode) -> StepOutput:
+        return step.run(padded.rows(step.state, sizes, "triton"), load.num_drafts, mode)
+
+    shapes, device = prompt_shapes(sizes.max_num_batched_tokens), step.state.tables.device
+    return PromptGraphs(body, shapes, dict.fromkeys(passes), device, pool)
 
 
 def resolve_kernels(config: EngineConfig, device: torch.device) -> str:

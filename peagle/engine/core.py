@@ -17,8 +17,10 @@ from torch import Tensor
 
 from peagle.engine.batch import HostShape, Rows
 from peagle.engine.grammar import must_wait, write_masks
-from peagle.engine.graphs import DecodeGraphs, bucket_sizes
+from peagle.engine.graphs import DecodeGraphs, GraphPool, bucket_sizes
 from peagle.engine.outputs import StepOutput
+from peagle.engine.prompt_graphs import PromptGraphs
+from peagle.engine.prompt_rows import PromptShape
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Chunk, Schedule, Scheduler
 from peagle.engine.sizes import EngineSizes
@@ -61,6 +63,8 @@ class EngineCore:
         max_graphs: int,
         steps_ahead: int,
         has_drafter: bool,
+        prompt_graphs: PromptGraphs | None = None,
+        pool: GraphPool | None = None,
     ) -> None:
         """`num_drafts` is K, until `policy` is replaced by another way to choose it, up to the same K.
 
@@ -74,7 +78,10 @@ class EngineCore:
         self.device = device
         self._graphs = None
         if kernels == "triton":
-            self._graphs = DecodeGraphs(self._verify, self.max_num_seqs, device, enabled=graphs, max_graphs=max_graphs)
+            self._graphs = DecodeGraphs(
+                self._verify, self.max_num_seqs, device, enabled=graphs, max_graphs=max_graphs, pool=pool
+            )
+        self._prompt_graphs = prompt_graphs
         self._launched: deque[_Launched] = deque()
         self._step = 0
 
@@ -88,8 +95,8 @@ class EngineCore:
 
     @property
     def num_graphs(self) -> int:
-        """How many steps are captured."""
-        return 0 if self._graphs is None else self._graphs.num_captured
+        """How many steps and passes over prompts are captured."""
+        return sum(graphs.num_captured for graphs in (self._graphs, self._prompt_graphs) if graphs is not None)
 
     @property
     def synthetic(self) -> SyntheticLengths | None:
@@ -168,8 +175,16 @@ class EngineCore:
     def settle(self) -> None:
         """All that is common has been captured: steps of other modes run by these graphs, which do more than they
         have to, rather than make the requests of now wait for a capture."""
-        if self._graphs is not None:
-            self._graphs.settle()
+        for graphs in (self._graphs, self._prompt_graphs):
+            if graphs is not None:
+                graphs.settle()
+
+    @torch.inference_mode()
+    def warm_up_prompts(self) -> Iterator[PromptShape]:
+        """Capture the passes over prompts that may be; yields the shape of each before it runs."""
+        if self._prompt_graphs is not None:
+            with self._on_device():
+                yield from self._prompt_graphs.warm_up()
 
     def _prepare(self, mode: SamplingMode) -> None:
         """Make what steps of a mode read."""
@@ -200,10 +215,9 @@ class EngineCore:
         Where a later step may draft, the drafter sees every prompt: what it has not seen it could never read.
         """
         num_drafts = max(num_drafts, min(self.policy.max_drafts, 1))
-        rows = Rows.of_prompts(chunks, self._state, self._sizes, self._kernels)
         lines = [(line, chunk.request) for line, chunk in enumerate(chunks) if chunk.is_last]
         write_masks(self._state, [request for _, request in lines], 0)
-        out = self._speculative.run(rows, num_drafts, SamplingMode.of(request for _, request in lines))
+        out = self._run_prompts(chunks, num_drafts, SamplingMode.of(request for _, request in lines))
         scored = [(c.request, c.first, c.request.num_scored(c.first, c.num_rows)) for c in chunks]
         for chunk in chunks:
             request = chunk.request
@@ -213,6 +227,15 @@ class EngineCore:
             self.scheduler.computed(request)
         if lines or out.prompt_logprobs is not None:
             self._send(lines, None, out, scored)
+
+    def _run_prompts(self, chunks: Sequence[Chunk], num_drafts: int, mode: SamplingMode) -> StepOutput:
+        """A captured pass drafts as many tokens as any may: a step that verifies fewer passes the others over."""
+        out = None if self._prompt_graphs is None else self._prompt_graphs.run(chunks, mode)
+        if out is not None:
+            return out
+        return self._speculative.run(
+            Rows.of_prompts(chunks, self._state, self._sizes, self._kernels), num_drafts, mode
+        )  # fmt: skip
 
     def _launch_decode(self, requests: list[Request], num_drafts: int) -> None:
         """Verify, accept and draft for requests whose prompts are done."""

@@ -56,6 +56,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         graphs: bool = True,
+        prompt_graphs: bool = False,
         async_scheduling: bool = True,
         attention: str = "auto",
         load_format: str = "auto",
@@ -67,8 +68,8 @@ class LLM:
             dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
             gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching, graphs=graphs,
-            async_scheduling=async_scheduling, attention=attention, load_format=load_format,
-            unpack_experts=unpack_experts, kernels=kernels, seed=seed,
+            prompt_graphs=prompt_graphs, async_scheduling=async_scheduling, attention=attention,
+            load_format=load_format, unpack_experts=unpack_experts, kernels=kernels, seed=seed,
         )  # fmt: skip
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)

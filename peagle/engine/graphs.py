@@ -45,9 +45,46 @@ class Key(NamedTuple):
     mode: SamplingMode
 
 
-class _Captured(NamedTuple):
+class Captured(NamedTuple):
+    """A captured pass, and where its output is after each replay."""
+
     graph: torch.cuda.CUDAGraph
     out: StepOutput
+
+
+class GraphPool:
+    """The memory and the stream that all graphs of an engine share: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def capture(self, body: Callable[[], StepOutput], what: str) -> Captured | None:
+        """Capture a body that may be run at will; None, and a word about `what`, where there is no memory for it."""
+        try:
+            for _ in range(_EAGER_CALLS):
+                body()
+            torch.cuda.synchronize(self._device)
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            graph = torch.cuda.CUDAGraph()
+            capture = torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            )  # fmt: skip
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)), capture:
+                out = body()
+            self._pool = graph.pool()
+            return Captured(graph, out)
+        except RuntimeError as error:  # while a graph is made, running out of memory can be any kind of it
+            if "out of memory" not in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            torch.cuda.empty_cache()
+            _log.warning(
+                "no memory for the CUDA graph of %s: such steps run without one, slower; "
+                "lower gpu_memory_utilization or max_num_seqs",
+                what,
+            )
+            return None
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -66,18 +103,24 @@ class DecodeGraphs:
     """Runs `body` on batches of slots, captured where that works, as `max_graphs` graphs at most."""
 
     def __init__(
-        self, body: Body, max_num_seqs: int, device: torch.device, *, enabled: bool, max_graphs: int = 64
+        self,
+        body: Body,
+        max_num_seqs: int,
+        device: torch.device,
+        *,
+        enabled: bool,
+        max_graphs: int = 64,
+        pool: GraphPool | None = None,
     ) -> None:
         self._body, self._device, self._enabled = body, device, enabled
         self._buckets = bucket_sizes(max_num_seqs)
         self.max_graphs = max_graphs
         self._settled = False
-        self._captured: dict[Key, _Captured] = {}
-        self._chosen: dict[Key, _Captured | None] = {}  # what steps run by, their own graph or another's; None: eagerly
+        self._captured: dict[Key, Captured] = {}
+        self._chosen: dict[Key, Captured | None] = {}  # what steps run by, their own graph or another's; None: eagerly
         self._slots: dict[int, Tensor] = {}  # what a bucket's graphs read, filled up with -1
         self._batches: dict[int, bytes] = {}  # the slots that are there now
-        self._pool: Any = None  # memory that all graphs share: only one runs at a time
-        self._stream: torch.cuda.Stream | None = None
+        self._pool = GraphPool(device) if pool is None else pool
 
     def run(self, slots: np.ndarray, num_drafts: int, mode: SamplingMode) -> StepOutput:
         """The body's output for these slots, rows of padding included; good until the next run."""
@@ -100,7 +143,7 @@ class DecodeGraphs:
         """From now on capture only steps that no graph can stand in for."""
         self._settled = True
 
-    def _graph(self, key: Key) -> _Captured | None:
+    def _graph(self, key: Key) -> Captured | None:
         """What a step runs by."""
         if key not in self._chosen:
             is_full = len(self._captured) >= self.max_graphs
@@ -118,7 +161,7 @@ class DecodeGraphs:
                 )  # fmt: skip
         return self._chosen[key]
 
-    def _wider(self, key: Key) -> _Captured | None:
+    def _wider(self, key: Key) -> Captured | None:
         """The graph of the same size that does what `key` asks, and the least besides."""
         wider = [k for k in self._captured if k[:2] == key[:2] and k.mode.includes(key.mode)]
         return self._captured[min(wider, key=lambda k: sum(k.mode))] if wider else None
@@ -135,34 +178,15 @@ class DecodeGraphs:
             self._batches[bucket] = batch
         return slot_B
 
-    def _capture(self, key: Key) -> _Captured | None:
+    def _capture(self, key: Key) -> Captured | None:
         """Capture one step on padding alone; None, and a word about it, where there is no memory for it."""
         slot_B = self._slots[key.bucket]
         held = slot_B.clone()
         slot_B.fill_(-1)
         try:
-            for _ in range(_EAGER_CALLS):
-                self._body(slot_B, key.num_drafts, key.mode)
-            torch.cuda.synchronize(self._device)
-            self._stream = self._stream or torch.cuda.Stream(self._device)
-            graph = torch.cuda.CUDAGraph()
-            capture = torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            )  # fmt: skip
-            with torch.cuda.stream(torch.cuda.current_stream(self._device)), capture:
-                out = self._body(slot_B, key.num_drafts, key.mode)
-            self._pool = graph.pool()
-            return _Captured(graph, out)
-        except RuntimeError as error:  # while a graph is made, running out of memory can be any kind of it
-            if "out of memory" not in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
-                raise
-            torch.cuda.empty_cache()
-            _log.warning(
-                "no memory for the CUDA graph of %d requests with %d drafts: such steps run without one, slower; "
-                "lower gpu_memory_utilization or max_num_seqs",
-                key.bucket,
-                key.num_drafts,
+            return self._pool.capture(
+                lambda: self._body(slot_B, key.num_drafts, key.mode),
+                f"{key.bucket} requests with {key.num_drafts} drafts",
             )
-            return None
         finally:
             slot_B.copy_(held)

@@ -9,12 +9,14 @@ import torch
 from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
 from peagle.engine.kv_cache import PagedCache
+from peagle.engine.prompt_graphs import MODES
+from peagle.engine.prompt_rows import prompt_shapes
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import scratch_bytes
 from peagle.kernels.paged_decode import most_scratch_bytes
 from peagle.kernels.penalties import TokenHistory
 from peagle.kernels.token_masks import TokenMasks
-from peagle.models.spec import ModelSpec
+from peagle.models.spec import LayerSizes, ModelSpec
 
 _SHARE_OF_HOST = 0.25
 _SAFETY = 1.2  # on shapes: blocks that an allocator rounds up, temporaries of single operations
@@ -91,14 +93,18 @@ class EngineLoad:
     dtype: torch.dtype
 
     @property
+    def heads(self) -> tuple[LayerSizes, ...]:
+        """The models that run, the target first."""
+        return (self.spec,) if self.drafter is None else (self.spec, self.drafter)
+
+    @property
     def context(self) -> int:
         """The `max_model_len` asked for, or the target's own."""
         return self.config.max_model_len or self.spec.max_position_embeddings
 
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token, the target's and the drafter's."""
-        both = (self.spec, self.drafter) if self.drafter is not None else (self.spec,)
-        return sum(PagedCache.bytes_per_slot(sizes, self.dtype) for sizes in both)
+        return sum(PagedCache.bytes_per_slot(sizes, self.dtype) for sizes in self.heads)
 
     def activation_bytes(self) -> int:
         """Most memory that a step takes beside weights and caches: a pass over prompts or a decode step, whichever is
@@ -113,14 +119,19 @@ class EngineLoad:
         return TokenHistory.num_bytes(slots, vocab) + TokenMasks.num_bytes(slots, self.num_drafts + 1, vocab)
 
     def graph_bytes(self, num_graphs: int) -> int:
-        """Memory of captured decode steps. Their activations lie in a pool that only graphs use and all of them share,
-        as large as the largest step takes, what attention splits its keys into included; each graph adds its kernels'
-        parameters."""
+        """Memory of captured passes, `num_graphs` decode steps among them. Their activations lie in a pool that only
+        graphs use and all of them share, as large as the largest takes, what attention splits its keys into included;
+        each graph adds its kernels' parameters."""
         layers = self.spec.num_layers
         if self.drafter is not None:
             layers += self.drafter.num_layers * (1 if self.drafter.parallel else self.num_drafts)
+        largest = self._decode_bytes()
+        if self.config.prompt_graphs:
+            shapes = prompt_shapes(self.config.max_num_batched_tokens)
+            num_graphs += len(shapes) * len(MODES)
+            largest = max([largest, *(self._step_bytes(s.rows, s.requests, s.requests) for s in shapes)])
         own = num_graphs * layers * _GRAPH_BYTES_PER_LAYER
-        return int(_SAFETY * self._decode_bytes()) + most_scratch_bytes(self.context, self.spec.head_dim) + own
+        return int(_SAFETY * largest) + most_scratch_bytes(self.context, self.spec.head_dim) + own
 
     def _decode_bytes(self) -> int:
         rows = self.config.max_num_seqs * (self.num_drafts + 1)

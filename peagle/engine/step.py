@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peagle.drafters.draft_pass import DraftPass, DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
-from peagle.engine.batch import HostShape, Rows
+from peagle.engine.batch import HostShape, Rows, TiledShape
 from peagle.engine.kv_cache import PagedCache
 from peagle.engine.outputs import StepOutput
 from peagle.engine.sizes import EngineSizes
@@ -26,7 +26,7 @@ from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow
 from peagle.kernels.logprobs import RowLogprobs, join, row_logprobs, rows_at_once
-from peagle.kernels.paged_attention import AttentionPlan, plan_attention
+from peagle.kernels.paged_attention import AttentionPlan
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.sample import sample
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
@@ -80,7 +80,7 @@ class SpeculativeStep:
     ) -> None:
         self._target, self._target_cache = target, target_cache
         self._draft_side, self.state = draft_side, state
-        self._block_size, self._max_model_len = sizes.block_size, sizes.max_model_len
+        self._sizes, self._block_size, self._max_model_len = sizes, sizes.block_size, sizes.max_model_len
         self._attention, self._kernels = attention, kernels
         self.synthetic = synthetic
 
@@ -240,7 +240,7 @@ class SpeculativeStep:
         return sample(logits_UV, sampling, side.draft_to_target_V, backend=self._kernels)
 
     def _plan(
-        self, tables_BN: Tensor, rows: int | None, host: HostShape | None, sizes: ModelSpec | DrafterConfig
+        self, tables_BN: Tensor, rows: int | None, host: HostShape | TiledShape | None, sizes: ModelSpec | DrafterConfig
     ) -> AttentionPlan:
         """Plan a pass over requests of `rows` rows each, or, None, of as many as the host says."""
         heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
@@ -251,13 +251,4 @@ class SpeculativeStep:
             )  # fmt: skip
         if host is None:
             raise PeagleError("a step that the host does not follow needs kernels 'triton'")
-        return plan_attention(
-            host.rows_B,
-            host.most_keys_B.clip(max=self._max_model_len),
-            host.tables_BN,
-            self._block_size,
-            heads_per_kv=heads // kv_heads,
-            head_dim=head_dim,
-            device=tables_BN.device,
-            backend=self._attention,
-        )
+        return host.plan(sizes, self._sizes, tables_BN.device, self._attention)

@@ -39,6 +39,10 @@ class WarmUp:
             if must_end():
                 return
             self._capture_page()
+            for shape in self._core.warm_up_prompts():
+                _log.info("warming up: prompts of up to %d tokens, %d at once", shape.rows, shape.requests - 1)
+                if must_end():
+                    return
             taken = before - torch.cuda.mem_get_info(self._core.device)[0]
             _log.info("%d graphs are captured, in %.2f GiB", self._core.num_graphs, taken / 2**30)
             if EVERYTHING in self._modes:

@@ -45,8 +45,8 @@ class RectanglePlan:
 class TilePlan:
     """The Triton form's work list, one program per tile and kv head; shared by all layers."""
 
-    tiles_W3: Tensor  # int32: first flat row, number of rows, request
-    tables_BN: Tensor  # int32: block ids
+    tiles_W3: Tensor  # integers: first flat row, number of rows, request
+    tables_BN: Tensor  # integers: block ids
     block_size: int
     tile_size: int  # rows times query heads of one kv head, a power of two
 
@@ -70,7 +70,7 @@ def plan_attention(
     `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA.
     A head dim the kernel cannot tile (it takes powers of two from 16 to 256) goes to torch whatever the backend.
     """
-    if use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256):
+    if use_triton(backend, device) and can_tile(head_dim):
         return _plan_tiles(query_lens, key_lens, block_tables, block_size, heads_per_kv, device)
     return plan_rectangles(query_lens, key_lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
 
@@ -95,22 +95,42 @@ def _plan_tiles(
     heads_per_kv: int,
     device: torch.device,
 ) -> TilePlan:
-    """Cut each request's rows into tiles as high as the mean request; table and tiles travel in one transfer."""
+    """Tiles as high as the mean request; table and tiles travel in one transfer."""
     mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
-    least = max(_MIN_TILE, power_of_two(heads_per_kv))
-    tile_size = max(least, min(power_of_two(mean_height), _MAX_TILE))
-    request_W, offset_W, count_W = _cut(query_lens, tile_size // heads_per_kv)
-    first_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
-    # Programs start in this order: prompts come last in a batch and the end of a prompt sees most keys, so backwards
-    # starts the longest work first.
-    tiles_W3 = np.stack((first_W, count_W, request_W), axis=1)[::-1]
+    tile_size = min(max(_least_tile(heads_per_kv), power_of_two(mean_height)), most_tile(heads_per_kv))
+    tiles_W3 = cut_tiles(query_lens, tile_size // heads_per_kv)
     tables_BN = block_tables[:, : -(-int(key_lens.max()) // block_size)]
-    packed = torch.from_numpy(np.concatenate((tiles_W3.ravel(), tables_BN.ravel()), dtype=np.int32))
+    # The table begins at a multiple of 16 bytes, or the kernel would be compiled anew for every other number of tiles.
+    parts = (tiles_W3.ravel(), np.zeros(-tiles_W3.size % 4), tables_BN.ravel())
+    packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
     if device.type == "cuda":  # from pinned memory the copy waits in the stream, and the host does not
         packed = packed.pin_memory()
     packed = packed.to(device, non_blocking=True)
-    tiles, tables = packed.split((tiles_W3.size, tables_BN.size))
+    tiles, _, tables = packed.split([part.size for part in parts])
     return TilePlan(tiles.view(-1, 3), tables.view(tables_BN.shape), block_size, tile_size)
+
+
+def can_tile(head_dim: int) -> bool:
+    """Whether the Triton kernel takes heads of this size."""
+    return head_dim in (16, 32, 64, 128, 256)
+
+
+def most_tile(heads_per_kv: int) -> int:
+    """Rows times query heads of one kv head in the highest tile."""
+    return max(_least_tile(heads_per_kv), _MAX_TILE)
+
+
+def cut_tiles(query_lens: np.ndarray, most_rows: int) -> np.ndarray:
+    """Tiles of at most `most_rows` rows that cover requests of so many rows, as `TilePlan` lists them."""
+    request_W, offset_W, count_W = _cut(query_lens, most_rows)
+    first_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
+    # Programs start in this order: prompts come last in a batch and the end of a prompt sees most keys, so backwards
+    # starts the longest work first.
+    return np.stack((first_W, count_W, request_W), axis=1)[::-1]
+
+
+def _least_tile(heads_per_kv: int) -> int:
+    return max(_MIN_TILE, power_of_two(heads_per_kv))
 
 
 def _cut(query_lens: np.ndarray, most_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -84,6 +84,7 @@ def _attend_tile(
         new_top_T = tl.maximum(top_T, sink_T)
         total_T = total_T * tl.exp2(top_T - new_top_T) + tl.exp2(sink_T - new_top_T)
         out = out * tl.exp2(top_T - new_top_T)[:, None]
+    total_T = tl.where(total_T > 0, total_T, 1.0)  # padding may see no key: zeros, no NaN
     heads = tl.num_programs(1) * GROUP
     at_TD = ((row_T * heads + head_T) * HEAD_DIM)[:, None] + d[None]
     tl.store(out_RND + at_TD, (out / total_T[:, None]).to(out_RND.dtype.element_ty), mask=inside_T1)

@@ -8,7 +8,7 @@ import torch
 
 from peagle.engine import build
 from peagle.engine.core import EngineCore
-from peagle.engine.graphs import COMMON_MODES, EVERYTHING, DecodeGraphs, Key, _Captured, bucket_sizes
+from peagle.engine.graphs import COMMON_MODES, EVERYTHING, Captured, DecodeGraphs, Key, bucket_sizes
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import RequestOutput
 from peagle.engine.slots import SamplingMode
@@ -65,14 +65,14 @@ class FakeGraphs(DecodeGraphs):
         self.ran.append(("eager", Key(len(slot_B), num_drafts, mode)))
         return StepOutput(slot_B)
 
-    def _capture(self, key: Key) -> _Captured | None:
+    def _capture(self, key: Key) -> Captured | None:
         class Graph:
             replay = staticmethod(lambda: self.ran.append(("graph", key)))
 
         if not self.has_memory:
             return None
         self.ran.append(("capture", key))
-        return _Captured(Graph(), StepOutput(torch.tensor(0)))  # type: ignore[arg-type]
+        return Captured(Graph(), StepOutput(torch.tensor(0)))  # type: ignore[arg-type]
 
     def ask(self, mode: SamplingMode, size: int = 2, num_drafts: int = 3) -> list[tuple[str, Key]]:
         """What a step leads to."""
