@@ -10,8 +10,8 @@ from peagle.errors import PeagleError
 def resolve_engine_device(name: str) -> torch.device:
     """`resolve_device` for a process whose steps are CUDA graphs: it gets one hardware queue unless told otherwise.
 
-    Once a process has used several queues, an H200 needs 0.4 us between any two kernels of a graph in place of 0.1
-    (docs/decisions.md). CUDA reads the setting when it starts; where it runs already, nothing changes.
+    With several, an H200 soon needs 0.4 us between any two kernels of a graph in place of 0.1 (docs/decisions.md). CUDA
+    reads the setting when it starts; where it runs already, nothing changes.
     """
     if name != "cpu" and not torch.cuda.is_initialized():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -120,6 +120,7 @@ SWEEP_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "Running": {
             "seconds": "Begin no cell that would not end within this time; --resume goes on later.",
+            "prompt_graphs": "On a GPU, replay passes over short prompts as CUDA graphs too.",
             "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU.",
             "device": "cpu, cuda, or auto: a GPU if there is one.",
         },

@@ -93,7 +93,7 @@ def run_profile(
     length = _needed_length(config, spec, _most_drafts(speculation))
     sys.stderr.write(f"peagle: loading {model} ...\n")
     bandwidth = copy_bandwidth(device)
-    shared = ("load_format", "graphs", "prompt_graphs", "async_scheduling", "kernels", "dtype", "device")
+    shared = ("load_format", "graphs", "async_scheduling", "kernels", "dtype", "device")
     llm = LLM(
         model,
         speculative_config=speculation,

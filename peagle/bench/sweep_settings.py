@@ -17,7 +17,7 @@ class SweepConfig:
     `methods` None is every one there is a head or a server for. A cell answers `num_prompts` prompts, or
     `prompts_per_client` x concurrency if that is less, but no fewer than `min_prompts`: cells of few requests at once
     take longest, and need enough prompts for an interval. A set with fewer prompts begins again. `max_tokens` is per
-    answer. After `seconds` no cell is begun any more.
+    answer. After `seconds` no cell is begun any more. `prompt_graphs` is `EngineConfig`'s.
     """
 
     datasets: tuple[str, ...] = ("mt-bench", "humaneval", "gsm8k")
@@ -33,6 +33,7 @@ class SweepConfig:
     repeats: int = 3
     seconds: float | None = None
     seed: int = 0
+    prompt_graphs: bool = False
     dtype: str = "auto"
     device: str = "auto"
 

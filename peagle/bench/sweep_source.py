@@ -100,6 +100,8 @@ class EngineSource:
             steps = llm.core.warm_up([setup.num_drafts], (mode,)) if on_gpu else ()
             for size, _ in steps:
                 yield f"{setup.label}, steps of {size}"
+            for shape in llm.core.warm_up_prompts():
+                yield f"{setup.label}, prompts of up to {shape.rows} tokens"
             for concurrency in self._config.concurrency if on_gpu else (1,):
                 yield f"{setup.label}, prompts of {concurrency}"
                 jobs = self._jobs(dataset, concurrency)
@@ -144,6 +146,7 @@ def _engine_config(target: Target, prompts: TokenSets, config: SweepConfig) -> E
         max_num_seqs=most,
         block_size=_BLOCK_SIZE,
         num_kv_blocks=most * (blocks + 1),
+        prompt_graphs=config.prompt_graphs,
         enable_prefix_caching=False,  # or a repeat would find the prompts of the one before
     )
 

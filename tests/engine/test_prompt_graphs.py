@@ -62,7 +62,7 @@ def llm_of(parallel: bool, device: str = "cpu", window: int | None = None, **eng
     random_weights(model, 0)
     target = Target("tiny", Path("tiny"), spec, model.to(device), tiny_tokenizer())
     head = new_drafter(
-        spec, model, num_layers=2, tap_ids=(0, 1, 2), mask_token_id=95 if parallel else None, seed=1, target_init=False,
+        model, num_layers=2, tap_ids=(0, 1, 2), mask_token_id=95 if parallel else None, seed=1, target_init=False,
         sliding_window=window, sliding_layers=window and (1,),
     )  # fmt: skip
     settings = {
