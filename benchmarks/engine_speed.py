@@ -2,10 +2,10 @@
 
 With random weights and acceptance by chance (benchmarks/speed_shapes.py says which), so that no trained head is needed
 and vLLM can be given the very same (benchmarks/peer_vllm.py). 128 tokens in, 512 out, greedy, end tokens ignored; timed
-are the steps in which all requests decode. The engines of a group stand side by side and take turns, repeat by repeat.
-After the first repeat some steps are profiled: how long the GPU was busy, how many kernels and launches. Every figure
-is written as soon as it is there, the most important groups first: stopped early, by --seconds or by hand, the file
-holds what was measured, marked partial. Hardware: one GPU.
+are the steps in which all requests decode. The engines of a group take turns, repeat by repeat; on a GPU each has a
+process of its own, as a server has. After the first repeat some steps are profiled: how long the GPU was busy, how many
+kernels and launches. Every figure is written as soon as it is there, the most important groups first: stopped early, by
+--seconds or by hand, the file holds what was measured, marked partial. Hardware: one GPU.
 
     python -m benchmarks.engine_speed --out benchmarks/results/engine-speed-h200.json
     python -m benchmarks.engine_speed --shapes qwen3-8b --methods p-eagle none --k 7 --seconds 120 --out FILE
@@ -20,7 +20,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command, run_script
+from benchmarks.engine_process import Measured, Models, OwnProcess
 from benchmarks.speed_shapes import (
     CONCURRENCY,
     EAGLE3,
@@ -72,10 +74,48 @@ class Engine:
     """One engine and what was measured of it, by concurrency."""
 
     setup: Setup
-    llm: LLM
-    prompts: Prompts
+    measured: Measured
     windows: dict[int, list[Window]] = field(default_factory=dict)
     profiles: dict[int, tuple[Profile, Window]] = field(default_factory=dict)  # and steps just before, not profiled
+
+
+class WarmEngine:
+    """An engine of this process, which has decoded as many requests at once as it will be asked for."""
+
+    def __init__(self, args: argparse.Namespace, setup: Setup, target: Target, drafter: Eagle3Drafter | None) -> None:
+        self.models = Models(target.spec, drafter.config if drafter else None)
+        self._args, self._drafts = args, setup.num_drafts
+        longest = max(args.output_tokens, self._profiled_tokens)
+        config = engine_config(args, target, longest + 2 * setup.num_drafts + 1)
+        rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
+        self._llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
+        self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
+        for concurrency in args.concurrency:
+            decode_window(self._llm, self._prompts[:concurrency], decode_params(_WARM_UP_TOKENS))
+
+    @property
+    def _profiled_tokens(self) -> int:
+        return 2 * _WARM_UP_TOKENS + (2 * self._args.profile_steps + 4) * (self._drafts + 1)
+
+    def window(self, concurrency: int) -> Window:
+        """As in `Measured`."""
+        return decode_window(self._llm, self._prompts[:concurrency], decode_params(self._args.output_tokens))
+
+    def profile(self, concurrency: int) -> tuple[Profile, Window]:
+        """As in `Measured`."""
+        batch = Decoding(self._llm, self._prompts[:concurrency], decode_params(self._profiled_tokens))
+        batch.settle()
+        window = batch.advance(self._args.profile_steps)
+        profile = profile_steps(batch, self._args.profile_steps)
+        batch.drain()
+        return profile, window
+
+
+def own_engine(args: argparse.Namespace, setup: Setup) -> WarmEngine:
+    """The engine of a setup with models of its own, for a process of its own."""
+    device = resolve_engine_device(args.device)
+    target = dummy_target(setup.shape, resolve_dtype(args.dtype, device), device)
+    return WarmEngine(args, setup, target, None if setup.method == PLAIN else dummy_drafter(target, setup.method))
 
 
 class Session:
@@ -123,6 +163,7 @@ class Session:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 1),
+            "processes": 1 if args.one_process else "one of each engine",
             "bandwidth_is": "given" if args.bandwidth else "that of a copy, reads and writes together",
             "partial": self._done < self._total,
             "definition": "tokens per second = acceptance length x requests / time of a step, prefill left out",
@@ -144,55 +185,53 @@ def _measure_shapes(args: argparse.Namespace) -> None:
     for setups in groups:
         if session.is_over:
             break
+        with _engines(args, session, setups) as engines:
+            _take_turns(session, engines)
+
+
+@contextmanager
+def _engines(args: argparse.Namespace, session: "Session", setups: Sequence[Setup]) -> Iterator[list[Engine]]:
+    """The engines of a group, warm; their memory is free afterwards."""
+    if args.one_process:
         target = dummy_target(setups[0].shape, session.dtype, session.device)
-        methods = {setup.method for setup in setups} - {PLAIN}
-        drafters = {method: dummy_drafter(target, method) for method in methods}
-        engines = [_engine(session, target, drafters.get(setup.method), setup) for setup in setups]
-        _take_turns(session, engines)
-        del target, drafters, engines
+        drafters = {s.method: dummy_drafter(target, s.method) for s in setups if s.method != PLAIN}
+        yield [Engine(s, WarmEngine(args, s, target, drafters.get(s.method))) for s in setups]
+        del target, drafters
         free()
+        return
+    processes = [OwnProcess(own_engine, args, setup) for setup in setups]
+    try:
+        yield [Engine(setup, process.ready()) for setup, process in zip(setups, processes, strict=True)]
+    finally:
+        for process in processes:
+            process.close()
 
 
 def _take_turns(session: Session, engines: Sequence[Engine]) -> None:
-    """Warm up, then repeat by repeat every engine at every concurrency; after the first repeat profile each."""
+    """Repeat by repeat every engine at every concurrency; after the first repeat profile each."""
     args = session.args
-    for engine in engines:
-        for concurrency in args.concurrency:
-            decode_window(engine.llm, engine.prompts[:concurrency], decode_params(_WARM_UP_TOKENS))
     turns = [(engine, concurrency) for concurrency in args.concurrency for engine in engines]
     for repeat in range(args.repeats):
         for engine, concurrency in turns:
             if session.is_over:
                 return
-            window = decode_window(engine.llm, engine.prompts[:concurrency], decode_params(args.output_tokens))
-            engine.windows.setdefault(concurrency, []).append(window)
+            engine.windows.setdefault(concurrency, []).append(engine.measured.window(concurrency))
             session.measured(engine, concurrency)
         for engine, concurrency in turns if repeat == 0 else ():
             if session.is_over:
                 return
-            engine.profiles[concurrency] = _profile(engine, concurrency, args.profile_steps)
+            engine.profiles[concurrency] = engine.measured.profile(concurrency)
             session.measured(engine, concurrency)
-
-
-def _profile(engine: Engine, concurrency: int, steps: int) -> tuple[Profile, Window]:
-    """Steps with the profiler, and as many before them without."""
-    tokens = 2 * _WARM_UP_TOKENS + (2 * steps + 4) * (engine.setup.num_drafts + 1)
-    batch = Decoding(engine.llm, engine.prompts[:concurrency], decode_params(tokens))
-    batch.settle()
-    window = batch.advance(steps)
-    profile = profile_steps(batch, steps)
-    batch.drain()
-    return profile, window
 
 
 def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype) -> EngineSpeedRow:
     setup, windows = engine.setup, engine.windows[concurrency]
     ms = [window.ms_per_step for window in windows]
     whole, (profile, beside) = _sum(windows), engine.profiles.get(concurrency, (None, None))
-    drafter = engine.llm.drafter
+    models = engine.measured.models
     cost = step_cost(
-        engine.llm.target.spec,
-        drafter.config if drafter else None,
+        models.spec,
+        models.drafter,
         setup.num_drafts,
         requests=concurrency,
         context=whole.context,
@@ -226,15 +265,6 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
         floor_ms=round(floor_ms, 4),
         times_floor=round(median(ms) / floor_ms, 2),
     )
-
-
-def _engine(session: Session, target: Target, drafter: Eagle3Drafter | None, setup: Setup) -> Engine:
-    args = session.args
-    longest = max(args.output_tokens, 2 * _WARM_UP_TOKENS + (2 * args.profile_steps + 4) * (setup.num_drafts + 1))
-    config = engine_config(args, target, longest + 2 * setup.num_drafts + 1)
-    rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
-    llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
-    return Engine(setup, llm, random_prompts(target.spec.vocab_size, max(args.concurrency)))
 
 
 def engine_config(args: argparse.Namespace, target: Target, tokens: int, **changes: Any) -> EngineConfig:
@@ -303,7 +333,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
@@ -316,10 +346,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--profile-steps", type=int, default=24)
     parser.add_argument("--seconds", type=float, help="stop the grid after so long")
     parser.add_argument("--bandwidth", type=float, help="of the memory, GB/s (H200: 4800); default: that of a copy")
+    parser.add_argument("--one-process", action="store_true", help="all engines in this process; so it is on a CPU")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     cpu = resolve_engine_device(args.device).type == "cpu"
+    args.one_process |= cpu
     args.shapes = args.shapes or (["tiny"] if cpu else list(REAL_SHAPES))
     args.concurrency = args.concurrency or ([1, 2] if cpu else list(CONCURRENCY))
     args.output_tokens = args.output_tokens or (64 if cpu else OUTPUT_TOKENS)

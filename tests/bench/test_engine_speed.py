@@ -1,8 +1,11 @@
 """The grid of the speed benchmark: what is measured first, and that random engines are made as set."""
 
+import argparse
 import json
+import os
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from benchmarks.speed_shapes import (
 )
 from benchmarks.tables import render_block
 from peagle.bench.report import read_result, write_result
+from peagle.errors import PeagleError
 from peagle.models.spec import spec_from_hf
 
 ROW = EngineSpeedRow(
@@ -189,19 +193,53 @@ def test_the_table_of_a_profile(tmp_path):
 
 
 def test_a_row_of_windows_and_a_profile():
+    from benchmarks.engine_process import Models
     from benchmarks.engine_speed import Engine, _row
     from peagle.bench.profile import Event, summarise
     from peagle.bench.stepping import Window
 
     spec = spec_from_hf(hf_config("tiny"))
-    llm = SimpleNamespace(
-        target=SimpleNamespace(spec=spec), drafter=SimpleNamespace(config=drafter_config(spec, P_EAGLE))
-    )
+    measured = SimpleNamespace(models=Models(spec, drafter_config(spec, P_EAGLE)))
     windows = [Window(2, seconds, 10, 70, 300.0) for seconds in (0.05, 0.04, 0.09)]
-    engine = Engine(Setup("tiny", P_EAGLE, 7), llm, [], {2: windows})
+    engine = Engine(Setup("tiny", P_EAGLE, 7), measured, {2: windows})
     row = _row(engine, 2, 1e9, torch.bfloat16)
     assert (row.ms_per_step, row.ms_per_step_lowest, row.ms_per_step_highest) == (5.0, 4.0, 9.0)
     assert row.tokens_per_second == pytest.approx(3.94 * 2 / 0.005)
     assert (row.acceptance_length_measured, row.steps, row.gpu_busy_ms) == (3.5, 30, None)
     engine.profiles[2] = (summarise([Event("gemm", 0, 8000, "kernel")], steps=4), engine.windows[2][0])
     assert _row(engine, 2, 1e9, torch.bfloat16).gpu_busy_share == 0.4
+
+
+def test_engines_in_processes_of_their_own_measure_the_same_rows(tmp_path):
+    from benchmarks.engine_speed import _arguments, _measure_shapes
+
+    flags = "--device cpu --shapes tiny --methods p-eagle none --k 3 --concurrency 1 --repeats 1 --output-tokens 40"
+    rows = {}
+    for own in (False, True):
+        args = _arguments([*flags.split(), "--profile-steps", "2", "--out", str(tmp_path / f"{own}.json")])
+        args.one_process = not own  # what a GPU would have
+        _measure_shapes(args)
+        result = read_result(tmp_path / f"{own}.json")
+        rows[own] = [(r["method"], r["steps"], r["acceptance_length_measured"]) for r in result["results"]["rows"]]
+    assert rows[True] == rows[False]
+    assert {method for method, *_ in rows[True]} == {"p-eagle", "none"}
+
+
+def _no_engine(args: Any, setup: Setup) -> Any:
+    raise PeagleError("there is none")
+
+
+def _no_process(args: Any, setup: Setup) -> Any:
+    os._exit(7)
+
+
+@pytest.mark.parametrize(("make", "says"), [(_no_engine, "p-eagle.*: there is none"), (_no_process, "status 7")])
+def test_an_engine_that_cannot_be_made_is_said(make: Any, says: str):
+    from benchmarks.engine_process import OwnProcess
+
+    process = OwnProcess(make, argparse.Namespace(), Setup("tiny", P_EAGLE, 3))
+    try:
+        with pytest.raises(PeagleError, match=says):
+            process.ready()
+    finally:
+        process.close()
