@@ -24,7 +24,7 @@ from peagle.engine.slots import SamplingMode, SlotState
 from peagle.engine.speculation import draft_counts
 from peagle.engine.step import DraftSide, SpeculativeStep
 from peagle.errors import PeagleError
-from peagle.kernels.backend import can_run_triton
+from peagle.kernels.backend import can_run_triton, use_triton
 from peagle.kernels.paged_attention import can_tile
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
 from peagle.models.layers import use_kernels
@@ -87,7 +87,7 @@ def build_core(
     pool = BlockPool(memory.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     captures = config.graphs and on_cuda and kernels == "triton"
     graph_pool = GraphPool(device)
-    captures_prompts = captures and config.prompt_graphs and all(can_tile(heads.head_dim) for heads in load.heads)
+    captures_prompts = captures and config.prompt_graphs and _has_tiles(load, device)
     return EngineCore(
         step,
         Scheduler(pool, sizes),
@@ -115,6 +115,14 @@ def prompt_graphs(step: SpeculativeStep, load: EngineLoad, sizes: EngineSizes, p
 
     shapes, device = prompt_shapes(sizes.max_num_batched_tokens), step.state.tables.device
     return PromptGraphs(body, shapes, dict.fromkeys(passes), device, pool)
+
+
+def _has_tiles(load: EngineLoad, device: torch.device) -> bool:
+    """Whether attention is cut into tiles, whose plan a graph can read; says so where not."""
+    if use_triton(load.config.attention, device) and all(can_tile(heads.head_dim) for heads in load.heads):
+        return True
+    _log.warning("prompt_graphs: attention runs in torch here, so passes over prompts run without graphs")
+    return False
 
 
 def resolve_kernels(config: EngineConfig, device: torch.device) -> str:

@@ -198,6 +198,16 @@ def test_without_memory_passes_run_eagerly_and_are_not_tried_again():
     assert graphs.num_captured == 0
 
 
+@pytest.mark.parametrize(
+    ("attention", "head_dim", "has"), [("auto", 64, True), ("torch", 64, False), ("auto", 80, False)]
+)
+def test_graphs_of_prompts_need_attention_in_tiles(attention: str, head_dim: int, has: bool, monkeypatch, caplog):
+    monkeypatch.setattr(build, "use_triton", lambda backend, device: backend != "torch")  # as on a GPU
+    load = EngineLoad(EngineConfig(attention=attention), tiny_spec(head_dim=head_dim), None, 0, torch.float32)
+    assert build._has_tiles(load, torch.device("cuda")) is has
+    assert ("prompts run without graphs" in caplog.text) is not has
+
+
 def test_graphs_of_prompts_are_off_unless_asked_for():
     assert not EngineConfig().prompt_graphs
     assert llm_of(True, kernels="torch", attention="auto", prompt_graphs=True).core._prompt_graphs is None  # no GPU
