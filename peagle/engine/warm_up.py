@@ -15,7 +15,12 @@ from peagle.structured.matcher import AnyText
 
 _log = logging.getLogger(__name__)
 
+# Tokens of prompts whose passes differ in how attention is cut into tiles, or in who multiplies: there is a kernel for
+# few rows, and one for more.
+_PROMPT_LENGTHS = (2, 4, 10, 40, 120, 400)
+
 MakeRequest = Callable[[Sequence[int], SamplingParams], Request]
+_GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
 _ASKS_FOR_ALL = SamplingParams(
     max_tokens=2, temperature=1.0, top_p=0.9, presence_penalty=0.1, logprobs=1, prompt_logprobs=1, show_drafts=True,
     ignore_eos=True, seed=0,
@@ -39,6 +44,7 @@ class WarmUp:
             if must_end():
                 return
             self._capture_page()
+            self._compile_lengths()
             for shape in self._core.warm_up_prompts():
                 _log.info("warming up: prompts of up to %d tokens, %d at once", shape.rows, shape.requests - 1)
                 if must_end():
@@ -46,9 +52,9 @@ class WarmUp:
             taken = before - torch.cuda.mem_get_info(self._core.device)[0]
             _log.info("%d graphs are captured, in %.2f GiB", self._core.num_graphs, taken / 2**30)
             if EVERYTHING in self._modes:
-                self._compile_prompts()
+                self._compile_all_kinds()
                 self._core.settle()
-        self._answer(self._make_request([0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)))
+        self._answer(self._make_request([0], _GREEDY))
 
     def _capture(self, must_end: Callable[[], bool]) -> None:
         """Steps of every size, every K that may be chosen, and as many modes as there is room for."""
@@ -69,8 +75,15 @@ class WarmUp:
             for drawn in (False, True):
                 self._core.run_padding(1, num_drafts, SamplingMode(drawn=drawn, shows_drafts=True))
 
-    def _compile_prompts(self) -> None:
-        """Prompts are never captured, and their kernels are others than those of steps with drafts."""
+    def _compile_lengths(self) -> None:
+        """Run prompts of every length that has kernels of its own: their first request would wait for them."""
+        most = self._core.max_model_len - _GREEDY.max_tokens
+        for length in {min(length, most) for length in _PROMPT_LENGTHS}:
+            token = length % self._vocab_size  # not that of another, whose keys are in the cache
+            self._answer(self._make_request([token] * length, _GREEDY))
+
+    def _compile_all_kinds(self) -> None:
+        """What only a prompt asks for, and what passes over prompts do that are not captured."""
         request = self._make_request([0, 0], _ASKS_FOR_ALL)
         self._core.keep_masks(self._vocab_size)
         request.matcher = AnyText()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peagle.kernels.draft_layout import DraftLayout, LayoutSizes
 
-_MAX_TILE = 1024  # rows a program handles at a time
+_FEW_ROWS, _MANY_ROWS = 32, 1024  # that a program handles at a time: two kernels, when verifying and for prompts
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def draft_layout_triton(
         slots=empty(rows),
         next_ids=empty(target_ids_T.shape[0]),
     )
-    tile = max(32, min(triton.next_power_of_2(-(-rows // batch)), _MAX_TILE))
+    tile = _FEW_ROWS if rows <= _FEW_ROWS * batch else _MANY_ROWS
     with torch.cuda.device_of(target_ids_T):
         _lay_out_request[(batch,)](
             layout.input_ids,

@@ -220,7 +220,7 @@ def test_warming_up_leaves_nothing_out(kinds: str, monkeypatch):
     assert [sum(mode) for _, _, mode in ran] == sorted((sum(mode) for _, _, mode in ran), reverse=True)
     assert (llm.core._state.history is not None) == (llm.core._state.masks is not None) == (kinds == "all")
     warm_up._capture_page()
-    warm_up._compile_prompts()
+    warm_up._compile_all_kinds()
     ran.clear()
     warm_up._capture(lambda: len(ran) == 2)
     assert len(ran) == 2
@@ -249,8 +249,12 @@ def test_a_warm_engine_settles_once_a_step_of_every_kind_is_there(kinds: str, en
     llm = tiny_llm(3, max_num_seqs=2)
     warm_up = WarmUp(llm, llm.make_request, kinds)
     warm_up._core = core = OnGpu(llm.core)
+    lengths, answer = [], warm_up._answer
+    monkeypatch.setattr(warm_up, "_answer", lambda r: lengths.append(len(r.prompt_ids)) or answer(r))
     warm_up.run(lambda: ends)
     assert core.num_settled == settled
+    assert ends or {2, 4, 10, 40} < set(lengths)
+    assert max(lengths, default=0) < llm.max_model_len
     assert not llm.core.has_work
 
 
