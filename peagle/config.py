@@ -38,10 +38,7 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in ("eagle3", "peagle"):
-            raise PeagleError(
-                f"speculative method {self.method!r} is not supported: use 'eagle3', for P-EAGLE heads too"
-            )
+        _check_method(self.method)
         self._check_drafts()
         if self.parallel_drafting is not None and not isinstance(self.parallel_drafting, bool):
             raise PeagleError(
@@ -142,6 +139,7 @@ class SpeculativeConfig:
         unknown = sorted(set(values) - known - _IGNORED_VLLM_KEYS)
         if unknown:
             raise PeagleError(f"unknown key {unknown[0]!r} in the speculative config: known keys are {sorted(known)}")
+        _check_method(values.get("method", "eagle3"))  # others have other keys
         for key in ("model", "num_speculative_tokens"):
             if key not in values:
                 raise PeagleError(
@@ -153,6 +151,11 @@ class SpeculativeConfig:
     def from_json(cls, text: str) -> Self:
         """Parse the JSON given on a command line."""
         return cls.from_mapping(parse_object(text, "--speculative-config"))
+
+
+def _check_method(method: object) -> None:
+    if method not in ("eagle3", "peagle"):
+        raise PeagleError(f"speculative method {method!r} is not supported: use 'eagle3', for P-EAGLE heads too")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,3 +100,10 @@ def test_an_engine_that_cannot_be(values, says):
     with pytest.raises(PeagleError, match=says):
         EngineConfig(**values)
     assert EngineConfig(gpu_memory_utilization=1).graphs
+
+
+def test_a_method_of_another_kind_is_named_before_keys_it_does_not_have():
+    with pytest.raises(PeagleError, match=r"speculative method 'ngram' is not supported: use 'eagle3'"):
+        SpeculativeConfig.from_mapping({"method": "ngram", "num_speculative_tokens": 5})
+    with pytest.raises(PeagleError, match="lacks 'model'"):
+        SpeculativeConfig.from_mapping({"num_speculative_tokens": 5})

@@ -42,9 +42,9 @@ def compare_with_card(
 ) -> tuple[list[CardRow], list[str]]:
     """(a row for every figure that both have, why the other figures of the card were not compared)."""
     said = {_key(row): row for row in card["results"]["rows"] if row.get("head") in (None, head_name)}
-    if card["settings"].get("max_tokens") != settings["max_tokens"]:
-        length = card["settings"].get("max_tokens")
-        return [], [f"the card's answers have up to {length} tokens, these {settings['max_tokens']}: add --max-tokens"]
+    length, own = card["settings"].get("max_tokens"), settings["max_tokens"]
+    if length != own:
+        return [], [f"the card's answers have up to {length} tokens, these {own}: use --max-tokens {length}"]
     pairs, notes = [], []
     for row in rows:
         other = said.get((row.suite, row.num_speculative_tokens, row.temperature))

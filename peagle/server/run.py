@@ -69,6 +69,7 @@ def serve(load: Callable[[], "LLM"], model: str, config: ServeConfig, console: "
                 raise PeagleError(f"the engine failed in its first steps: {one_line(engine.failure)}")
             time.sleep(0.05)
         gc.freeze()  # to walk what was loaded, again and again, halts engine and connections for 0.2 s and more
+        ends.callback(gc.unfreeze)  # or libraries report at the end that nobody took their objects away
         listen(sock)
         _announce(sock, name, config, console)
         run_server(make_app(engine, llm, config, metrics), engine, config, sock, end_trials)
