@@ -80,9 +80,9 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
             "peagle bench sweep org/model --head my-head --methods p-eagle,none --seconds 600 --out s.json --resume",
         ),
         "eval": _examples(
-            "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --sets mt_bench --k 5 --temperature 0 "
+            "peagle eval heads/smollm2-135m-instruct-p-eagle smollm2-135m --sets mt-bench --k 5 --temperature 0 "
             "--max-num-seqs 16",
-            "peagle eval my-head org/model --sets mt_bench,mine.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
+            "peagle eval my-head org/model --sets mt-bench,mine.jsonl --k 3,5,7 --temperature 0,1 --out eval-me.json",
             "peagle eval my-head org/model --sets none --accuracy humaneval,gsm8k --run-code --k 5",
         ),
         "bench compare": _examples(

@@ -74,7 +74,7 @@ BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 EVAL_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Acceptance": {
-            "sets": "Prompt sets: mt_bench, humaneval, gsm8k, mbpp, or prompts files; none: no acceptance.",
+            "sets": "Prompt sets: mt-bench, humaneval, gsm8k, mbpp, or prompts files; none: no acceptance.",
             "limit": "Prompts of each set, spread over it (default: all). A card of whole sets is then not checked.",
             "k": "Draft tokens per round; each is measured.",
             "temperatures": "Sampling temperatures; each is measured, 0 is greedy.",
