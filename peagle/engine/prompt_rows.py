@@ -20,8 +20,8 @@ from peagle.engine.transfer import pack, unpack
 from peagle.kernels.draft_layout import PADDING_SLOT_ID
 from peagle.kernels.paged_attention import TilePlan, cut_tiles, most_tile
 
-# A pass computes at most half again as many rows as it has to, and few shapes are soon captured. Past the most rows
-# the GPU takes longer than the host does for the launches, except in the smallest models.
+# Few shapes are soon captured. From 129 rows on a pass computes at most half again as many as it has to; up to there
+# rows are taken to cost a GPU next to nothing, and past the last shape to keep it busy longer than launches do the host.
 _ROWS, _REQUESTS = (64, 128, 192, 256, 384, 512, 768, 1024), (2, 8)
 
 

@@ -16,8 +16,7 @@ class Trace:
     `kind` is "accepted" for a draft that was kept; the others are the target's own: "corrected" in place of a draft
     that it rejected, "bonus" after a round whose drafts were all kept, "plain" where nothing was drafted. `position`
     counts the drafts of a round from 1: that of the draft that was kept, or of the first that was not. `rejected` is
-    that one and those after it. With `harmony` headers have no text,
-    and what was thought is marked.
+    that one and those after it. With `harmony` headers have no text, and what was thought is marked.
     """
 
     def __init__(self, tokenizer: Any, harmony: Harmony | None = None) -> None:
