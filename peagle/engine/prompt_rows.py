@@ -20,8 +20,8 @@ from peagle.engine.transfer import pack, unpack
 from peagle.kernels.draft_layout import PADDING_SLOT_ID
 from peagle.kernels.paged_attention import TilePlan, cut_tiles, most_tile
 
-# Few shapes are soon captured. From 129 rows on a pass computes at most half again as many as it has to; up to there
-# rows are taken to cost a GPU next to nothing, and past the last shape to keep it busy longer than launches do the host.
+# Few shapes are soon captured. From 129 rows on a pass computes at most half again as many as it has to. Not measured:
+# that fewer cost a GPU next to nothing, and that more than the most keep it busy longer than launches do the host.
 _ROWS, _REQUESTS = (64, 128, 192, 256, 384, 512, 768, 1024), (2, 8)
 
 

@@ -77,6 +77,32 @@ def _fold_kept(kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor, first: t
 
 
 @triton.jit
+def _fold_if_last(arrival: tl.tensor, sharing: tl.tensor, kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor,
+                  first: tl.tensor, end: tl.tensor, live_T: tl.tensor, out_TD: tl.tensor, top_T: tl.tensor,
+                  total_T: tl.tensor, TILE: tl.constexpr, HEAD_DIM: tl.constexpr
+                  ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The rows that this program writes and what all chunks say of them, once it is the last of those that share a tile
+    to arrive; no rows for the others."""
+    tl.debug_barrier()  # what all threads stored is released by the one that counts
+    if tl.atomic_add(arrival, 1, sem="acq_rel") < sharing - 1:
+        live_T = tl.arange(0, TILE) < 0
+    else:
+        tl.store(arrival, 0)
+        out_TD, top_T, total_T = _fold_kept(kept_TD, kept_T, place, first, end, TILE, HEAD_DIM)
+    return live_T, out_TD, top_T, total_T
+
+
+@triton.jit
+def _chunks_seen(limit_T: tl.tensor, last_key: tl.tensor,
+                 WINDOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The first key that any row of a tile sees, its chunk, and the chunk past `last_key`'s."""
+    lowest_key = last_key * 0
+    if WINDOW > 0:
+        lowest_key = tl.maximum(tl.min(tl.where(limit_T >= 0, limit_T, last_key), axis=0) - (WINDOW - 1), 0)
+    return lowest_key, _chunk_of(lowest_key), tl.where(last_key >= 0, _chunk_of(last_key) + 1, 0)
+
+
+@triton.jit
 def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, first: tl.tensor,
                   stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, early: tl.tensor,
                   early_block_S: tl.tensor, scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -114,35 +140,14 @@ def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, tab
 
 
 @triton.jit(do_not_specialize=["table_width"])
-def _decode_tile(
-    out_RND: tl.tensor,
-    q_RND: tl.tensor,
-    keys_MSD: tl.tensor,
-    values_MSD: tl.tensor,
-    limit_R: tl.tensor,
-    sinks_N: tl.tensor,
-    tables_BN: tl.tensor,
-    scratch_out: tl.tensor,
-    scratch_stats: tl.tensor,
-    arrivals: tl.tensor,
-    table_width: tl.int32,
-    q_row_stride: tl.int64,
-    q_head_stride: tl.int64,
-    cache_head_stride: tl.int64,
-    scale_log2: tl.float32,
-    ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # that a table's width holds
-    SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, values_MSD: tl.tensor, limit_R: tl.tensor,
+                 sinks_N: tl.tensor, tables_BN: tl.tensor, scratch_out: tl.tensor, scratch_stats: tl.tensor,
+                 arrivals: tl.tensor, table_width: tl.int32, q_row_stride: tl.int64, q_head_stride: tl.int64,
+                 cache_head_stride: tl.int64, scale_log2: tl.float32, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
+                 GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+                 KEYS: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+                 SINKS: tl.constexpr, EARLY: tl.constexpr) -> None:  # fmt: skip
+    """CHUNKS: as many as a table's width holds. See the head of this file."""
     let_next_start(EARLY)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles_of_request: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
@@ -160,11 +165,7 @@ def _decode_tile(
     early_block_S = tl.load(table + early_N, mask=early_N < table_width, other=0)
 
     last_key = tl.max(limit_T, axis=0)
-    end = tl.where(last_key >= 0, _chunk_of(last_key) + 1, 0)
-    lowest_key, first = 0, 0
-    if WINDOW > 0:
-        lowest_key = tl.maximum(tl.min(tl.where(limit_T >= 0, limit_T, last_key), axis=0) - (WINDOW - 1), 0)
-        first = _chunk_of(lowest_key)
+    lowest_key, first, end = _chunks_seen(limit_T, last_key, WINDOW)
     count = end - first
     sharing = tl.minimum(count, SPLITS)
     if split >= tl.maximum(sharing, 1):
@@ -192,13 +193,10 @@ def _decode_tile(
 
     if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
         if count > 1:
-            arrival = arrivals + tile * tl.num_programs(1) + kv_head
-            tl.debug_barrier()  # what all threads stored is released by the one that counts
-            if tl.atomic_add(arrival, 1, sem="acq_rel") < sharing - 1:
-                live_T = t < 0  # the last to arrive writes the output
-            else:
-                tl.store(arrival, 0)
-                out_TD, top_T, total_T = _fold_kept(kept_TD, kept_T, place, first, end, TILE, HEAD_DIM)
+            live_T, out_TD, top_T, total_T = _fold_if_last(
+                arrivals + tile * tl.num_programs(1) + kv_head, sharing, kept_TD, kept_T, place, first, end, live_T,
+                out_TD, top_T, total_T, TILE, HEAD_DIM,
+            )  # fmt: skip
 
     if SINKS:
         sink_T = tl.load(sinks_N + head_T).to(tl.float32) * _LOG2_E
