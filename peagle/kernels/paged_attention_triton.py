@@ -44,8 +44,8 @@ def _attend_tile(
     t, d, s = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, KEYS)
     inside_T1 = (t < num_rows * GROUP)[:, None]
     row_T, head_T = (first_row + t // GROUP).to(tl.int64), kv_head * GROUP + t % GROUP
-    # A padding row sees key 0: no row is ever without a visible key; without a window no maximum below is -inf.
-    limit_T = tl.load(limit_R + row_T, mask=t < num_rows * GROUP, other=0).to(tl.int32)
+    # Rows of padding, the tile's own and those of requests that only pad, see nothing.
+    limit_T = tl.load(limit_R + row_T, mask=t < num_rows * GROUP, other=-1).to(tl.int32)
     last_key = tl.max(limit_T, axis=0)
     first_key = 0
     if WINDOW > 0:
@@ -70,9 +70,8 @@ def _attend_tile(
         if WINDOW > 0:
             scores = tl.where(position_S[None] > limit_T[:, None] - WINDOW, scores, -float("inf"))
         new_top_T = tl.maximum(top_T, tl.max(scores, axis=1))
-        base_T = new_top_T
-        if WINDOW > 0:  # the windows of a tile's later rows may begin after these keys
-            base_T = tl.where(new_top_T == -float("inf"), 0.0, new_top_T)
+        # Rows may see none of these keys: the windows of later ones may begin after them.
+        base_T = tl.where(new_top_T == -float("inf"), 0.0, new_top_T)
         weights = tl.exp2(scores - base_T[:, None])
         shrink_T = tl.exp2(top_T - base_T)
         total_T = total_T * shrink_T + tl.sum(weights, axis=1)
@@ -84,7 +83,7 @@ def _attend_tile(
         new_top_T = tl.maximum(top_T, sink_T)
         total_T = total_T * tl.exp2(top_T - new_top_T) + tl.exp2(sink_T - new_top_T)
         out = out * tl.exp2(top_T - new_top_T)[:, None]
-    total_T = tl.where(total_T > 0, total_T, 1.0)  # padding may see no key: zeros, no NaN
+    total_T = tl.where(total_T > 0, total_T, 1.0)  # rows that see nothing are zero
     heads = tl.num_programs(1) * GROUP
     at_TD = ((row_T * heads + head_T) * HEAD_DIM)[:, None] + d[None]
     tl.store(out_RND + at_TD, (out / total_T[:, None]).to(out_RND.dtype.element_ty), mask=inside_T1)

@@ -98,6 +98,36 @@ def test_interpreted(heads: int, kv_heads: int, dim: int, shapes: list[tuple[int
 
 @interpreter
 @pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("window", [None, 3])
+def test_interpreted_rows_that_see_nothing_are_zero(window: int | None):
+    """Padding of a captured pass: a request whose rows see no key, beside one whose rows do; and tiles of no rows."""
+    q, keys, values = torch.randn(6, 4, 16), *torch.full((2, 2, 8, 16), torch.nan)
+    keys[:, :3], values[:, :3] = torch.randn(2, 2, 3, 16)
+    limit = torch.tensor([0, 1, 2, -1, -1, -1])
+    tiles = torch.tensor([[3, 3, 1], [0, 3, 0], [0, 0, 0]])
+    plan = TilePlan(tiles, torch.tensor([[0], [1]], dtype=torch.int32), 4, 16)
+    out = paged_attention(q, CacheView(keys, values, limit, window, None), plan)
+    assert (out[3:] == 0).all()
+    assert out[:3].isfinite().all()
+    assert (out[:3] != 0).any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the host's part")
+@pytest.mark.parametrize("requests", range(1, 9))
+def test_tables_begin_where_kernels_are_compiled_for(requests: int):
+    """At 16 bytes, whatever the number of tiles before them."""
+    rows = np.full(requests, 5)
+    plan = plan_attention(
+        rows, rows, np.ones((requests, 2), dtype=np.int64), 4,
+        heads_per_kv=1, head_dim=16, device=torch.device("cpu"), backend="triton",
+    )  # fmt: skip
+    assert isinstance(plan, TilePlan)
+    assert (plan.tables_BN.data_ptr() - plan.tiles_W3.data_ptr()) % 16 == 0
+    assert plan.tables_BN.tolist() == [[1, 1]] * requests
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
 @pytest.mark.parametrize("block", [1, 16])
 def test_interpreted_with_dead_rows_and_other_blocks(block: int):
     error = relative_error([(8, 30), (8, 9), (8, 100)], 9, 3, 64, block, torch.float32, "cpu", dead_rows=3)
