@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ignore_eos=True,
         repeats=args.repeats,
         seconds=args.seconds,
-        prompt_graphs=args.prompt_graphs,
+        prompt_graphs=not args.no_prompt_graphs,
         dtype=args.dtype,
         device=args.device,
     )
@@ -162,7 +162,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="begin no run that would not end within this time")
-    parser.add_argument("--prompt-graphs", action="store_true", help="passes over prompts as CUDA graphs")
+    parser.add_argument("--no-prompt-graphs", action="store_true", help="passes over prompts kernel by kernel")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")

@@ -33,7 +33,7 @@ class SweepConfig:
     repeats: int = 3
     seconds: float | None = None
     seed: int = 0
-    prompt_graphs: bool = False
+    prompt_graphs: bool = True
     dtype: str = "auto"
     device: str = "auto"
 

@@ -121,7 +121,7 @@ def _has_tiles(load: EngineLoad, device: torch.device) -> bool:
     """Whether attention is cut into tiles, whose plan a graph can read; says so where not."""
     if use_triton(load.config.attention, device) and all(can_tile(heads.head_dim) for heads in load.heads):
         return True
-    _log.warning("prompt_graphs: attention runs in torch here, so passes over prompts run without graphs")
+    _log.info("attention runs in torch here, so passes over prompts run without CUDA graphs")
     return False
 
 

@@ -56,7 +56,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         graphs: bool = True,
-        prompt_graphs: bool = False,
+        prompt_graphs: bool = True,
         async_scheduling: bool = True,
         attention: str = "auto",
         load_format: str = "auto",
