@@ -230,14 +230,16 @@ class TestOnGpu:
 
     def test_warm_and_settled_nothing_is_captured_and_nothing_waits(self, parallel: bool):
         llm = llm_of(parallel, "cuda", dtype="float32", prompt_graphs=True)
+        list(llm.core.warm_up([K]))
         list(llm.core.warm_up_prompts())
         llm.generate(random_prompts(4, longest=60), PARAMS[0])
         llm.core.settle()
         before = llm.core.num_graphs
-        requests = [llm.make_request(ids, PARAMS[0]) for ids in random_prompts(3, seed=2, longest=60)]
+        requests = [llm.make_request(ids, PARAMS[0]) for ids in random_prompts(3, seed=2, longest=15)]
         for request in requests:
             llm.core.add(request)
         schedule = llm.core.scheduler.schedule(K, K)
+        assert [c.is_last for c in schedule.chunks] == [True] * 3  # all fit one pass with its padding
         torch.cuda.set_sync_debug_mode("error")
         try:
             llm.core._launch(schedule, K)
