@@ -228,6 +228,7 @@ class TestOnGpu:
         assert llm.core._prompt_graphs.num_captured > 0
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
+    @torch.inference_mode()
     def test_warm_and_settled_nothing_is_captured_and_nothing_waits(self, parallel: bool):
         llm = llm_of(parallel, "cuda", dtype="float32", prompt_graphs=True)
         list(llm.core.warm_up([K]))
