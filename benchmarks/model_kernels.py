@@ -34,7 +34,7 @@ from torch import Tensor
 from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
-from peagle.kernels.fused_linear import linear_add, norm_linear
+from peagle.kernels.fused_linear import linear_add, norm_gated_linear, norm_linear
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.moe import ExpertWeights, moe
 from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
@@ -266,6 +266,10 @@ def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
         lambda x, w: gated_stream_linear(x, w, backend=backend), shape.intermediate,
     )  # fmt: skip
     yield gated
+    yield linear(
+        "norm_gated_linear", shape.hidden, 2 * shape.intermediate,
+        lambda x, w: norm_gated_linear(x, norm, 1e-6, w, backend=backend), shape.intermediate,
+    )  # fmt: skip
     for inputs in (heads_size, shape.intermediate):
         yield linear("linear_add", inputs, shape.hidden, added, 2 * shape.hidden)
         yield linear("linear_parts + add_rms_norm", inputs, shape.hidden, parts_added, 3 * shape.hidden)

@@ -36,7 +36,9 @@ from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import draft_layout
 from peagle.kernels.fused_linear import norm_linear
 from peagle.kernels.norm_qkv_rope import NormedLinear
+from peagle.kernels.rms_norm import rms_norm
 from peagle.kernels.rope_write import rope_write
+from peagle.kernels.stream_linear import gated_stream_linear
 from peagle.kernels.verify_rows import verify_rows
 from peagle.models.target import Target
 
@@ -57,6 +59,11 @@ def _in_torch(operation: Callable[..., Any]) -> Callable[..., Any]:
 def _one_after_another(x: Tensor, qkv: NormedLinear, *rest: Any, backend: str) -> Tensor:
     """`norm_qkv_rope` in two launches."""
     return rope_write(norm_linear(x, *qkv, backend=backend), *rest, backend=backend)
+
+
+def _gated_after_norm(x: Tensor, norm: Tensor, eps: float, *rest: Any, backend: str) -> Tensor:
+    """`norm_gated_linear` in two launches."""
+    return gated_stream_linear(rms_norm(x, norm, eps, backend=backend), *rest, backend=backend)
 
 
 def _never(*_args: Any, **_settings: Any) -> bool:
@@ -90,6 +97,7 @@ VARIANTS = (
     Variant("fused verify rows, accept, commit", replaced=_TORCH_ENDS),
     Variant("streaming linear layers", replaced={"peagle.models.layers.prefers_stream": _never}),
     Variant("fused linear layers", replaced={"peagle.models.layers.prefers_fused": _never}),
+    Variant("norm + gate and up as one launch", replaced={"peagle.models.layers.norm_gated_linear": _gated_after_norm}),
     Variant("norm + qkv + RoPE as one launch", replaced={"peagle.engine.kv_cache.norm_qkv_rope": _one_after_another}),
 )
 

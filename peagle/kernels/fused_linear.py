@@ -1,7 +1,7 @@
 """Small linear layers of a few rows with what stands before and after them in a decoder layer, as one launch each.
 
-In small models each launch of a captured graph costs about as much as its work. So the norm and the residual sum move
-into the matmuls. Larger layers are for `stream_linear`.
+In small models each launch of a captured graph costs about as much as its work. So the norm, the gate and the residual
+sum move into the matmuls. Larger layers are for `stream_linear`.
 
 A row comes out the same however many others share the call: the order of its sums depends on the layer's width alone.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from peagle.kernels.backend import use_triton_for_inference
 from peagle.kernels.rms_norm import rms_norm_ref
+from peagle.kernels.swiglu import silu_mul_ref
 
 LEAST_COLUMNS = 8  # of a program of the Triton forms; tensor cores multiply no fewer
 # Where they are faster than cuBLAS on an H200, see docs/decisions.md.
@@ -48,6 +49,24 @@ def norm_linear(
     return norm_linear_ref(x_RH, norm_H, eps, weight_OH, bias_O)
 
 
+def norm_gated_linear(
+    x_RH: Tensor,
+    norm_H: Tensor,
+    eps: float,
+    weight_GH: Tensor,
+    bias_G: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """silu(gate) * up, [R, F], of gate and up side by side in RMSNorm(x) W^T + b, G = 2 F. Rounding and `backend` as in
+    `norm_linear`."""
+    if _use_triton(backend, x_RH, weight_GH):
+        from peagle.kernels.fused_linear_triton import norm_gated_linear_triton
+
+        return norm_gated_linear_triton(x_RH, norm_H, eps, weight_GH, bias_G)
+    return norm_gated_linear_ref(x_RH, norm_H, eps, weight_GH, bias_G)
+
+
 def linear_add(
     x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_RO: Tensor, *, backend: str = "auto"
 ) -> Tensor:
@@ -64,6 +83,13 @@ def norm_linear_ref(
 ) -> Tensor:
     """The torch form of `norm_linear`."""
     return F.linear(rms_norm_ref(x_RH, norm_H, eps), weight_OH, bias_O)
+
+
+def norm_gated_linear_ref(
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None = None
+) -> Tensor:
+    """The torch form of `norm_gated_linear`."""
+    return silu_mul_ref(norm_linear_ref(x_RH, norm_H, eps, weight_GH, bias_G))
 
 
 def linear_add_ref(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_RO: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Triton form of the fused linear layers: one kernel, a program per tile of rows and run of output columns.
 
 Each warp of a program sums its own slices of the inputs (a batched product, one slice of a turn per warp), and the
-warps' sums are added in their order at the end. So a program may own as few as 8 columns, which spreads a small layer
-over the GPU without programs that wait for each other; and since the slices follow from the number of inputs alone,
-neither the tile's height nor its width changes a bit of the result.
+warps' sums are added at the end, always in the same order. So a program may own as few as 8 columns, which spreads a
+small layer over the GPU without programs that wait for each other; and since the slices follow from the number of
+inputs alone, neither the tile's height nor its width changes a bit of the result.
 
 Sums of squares for the norm are taken from the same inputs as they pass; every program has them for itself.
 """
@@ -50,6 +50,14 @@ def _square_sums(x: tl.tensor, live_R: tl.tensor, sk_SK: tl.tensor, IN: tl.const
 
 
 @triton.jit
+def _over_warps(acc_SRO: tl.tensor, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """The warps' sums added up, by threads that hold those of all four: `tl.sum` brings them there one at a time."""
+    low_RO, high_RO = tl.split(tl.permute(tl.reshape(acc_SRO, [2, SLICES // 2, ROWS, COLUMNS]), (1, 2, 3, 0)))
+    low_RO, high_RO = tl.split(tl.permute(low_RO + high_RO, (1, 2, 0)))
+    return low_RO + high_RO
+
+
+@triton.jit
 def linear_tile(x_RI: tl.tensor, norm_I: tl.tensor, weight_OI: tl.tensor, bias_O: tl.tensor, row_R: tl.tensor,
                 live_R: tl.tensor, column_O: tl.tensor, x_row_stride: tl.int64, weight_row_stride: tl.int64,
                 eps: tl.float32, dtype: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -64,6 +72,8 @@ def linear_tile(x_RI: tl.tensor, norm_I: tl.tensor, weight_OI: tl.tensor, bias_O
     acc_SRO = tl.zeros([SLICES, ROWS, COLUMNS], tl.float32)
     square_SR = tl.zeros([SLICES, ROWS], tl.float32)
     scale_R = tl.full([ROWS], 1.0, tl.float32)
+    if BIAS:
+        own_O = tl.load(bias_O + column_O).to(tl.float32)
     if NORM_FIRST:
         scale_R = tl.rsqrt(_square_sums(x, live_R, sk_SK, IN, TURN, ROWS, SLICES) / IN + eps)
     for start in tl.range(0, IN, TURN, num_stages=STAGES):
@@ -82,9 +92,9 @@ def linear_tile(x_RI: tl.tensor, norm_I: tl.tensor, weight_OI: tl.tensor, bias_O
         scale_R = scale_R * 0.0 + 1.0  # it is in the inputs
     elif NORM:
         scale_R = tl.rsqrt(tl.sum(square_SR, axis=0) / IN + eps)
-    total_RO = tl.sum(acc_SRO, axis=0) * scale_R[:, None]
+    total_RO = _over_warps(acc_SRO, SLICES, ROWS, COLUMNS) * scale_R[:, None]
     if BIAS:
-        total_RO += tl.load(bias_O + column_O).to(tl.float32)[None]
+        total_RO += own_O[None]
     return total_RO.to(dtype)
 
 
@@ -117,16 +127,60 @@ def _linear_tile(
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     live_R, live_O = row_R < rows, column_O < OUT
+    live_RO = live_R[:, None] & live_O[None]
+    if ADD:  # asked for now, to be there when the sums are
+        at_RO = (row_R.to(tl.int64) * residual_row_stride)[:, None] + column_O[None]
+        own_RO = tl.load(residual_RO + at_RO, mask=live_RO, other=0.0).to(tl.float32)
     # Columns past the end are read as the last one, which spares the loads of weights a mask.
     total_RO = linear_tile(
         x_RI, norm_I, weight_OI, bias_O, row_R, live_R, tl.minimum(column_O, OUT - 1), x_row_stride, weight_row_stride,
         eps, dtype, IN, ROWS, COLUMNS, SLICES, STEP, STAGES, NORM, NORM_FIRST, BIAS,
     ).to(tl.float32)  # fmt: skip
-    live_RO = live_R[:, None] & live_O[None]
     if ADD:
-        at_RO = (row_R.to(tl.int64) * residual_row_stride)[:, None] + column_O[None]
-        total_RO += tl.load(residual_RO + at_RO, mask=live_RO, other=0.0).to(tl.float32)
+        total_RO += own_RO
     tl.store(out_RO + row_R.to(tl.int64)[:, None] * OUT + column_O[None], total_RO.to(dtype), mask=live_RO)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_linear_tile(out_RF: tl.tensor, x_RH: tl.tensor, norm_H: tl.tensor, weight_GH: tl.tensor, bias_G: tl.tensor,
+                       rows: tl.int32, x_row_stride: tl.int64, weight_row_stride: tl.int64, eps: tl.float32,
+                       IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                       SLICES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, NORM_FIRST: tl.constexpr,
+                       BIAS: tl.constexpr) -> None:  # fmt: skip
+    OWN: tl.constexpr = COLUMNS // 2  # output columns: gate and up of each are neighbours in the tile
+    dtype: tl.constexpr = out_RF.dtype.element_ty
+    row_R, tile_G = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    live_R = row_R < rows
+    read_G = tl.minimum(tl.program_id(0) * OWN + tile_G // 2, OUT - 1) + tile_G % 2 * OUT
+    total_RG = linear_tile(
+        x_RH, norm_H, weight_GH, bias_G, row_R, live_R, read_G, x_row_stride, weight_row_stride, eps, dtype, IN, ROWS,
+        COLUMNS, SLICES, STEP, STAGES, True, NORM_FIRST, BIAS,
+    ).to(tl.float32)  # fmt: skip
+    gate_RO, up_RO = tl.split(tl.reshape(total_RG, [ROWS, OWN, 2]))
+    out_RO = tl.div_rn(gate_RO, 1.0 + tl.exp(-gate_RO)).to(dtype).to(tl.float32) * up_RO
+    column_O = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    at_RO = row_R.to(tl.int64)[:, None] * OUT + column_O[None]
+    tl.store(out_RF + at_RO, out_RO.to(dtype), mask=live_R[:, None] & (column_O < OUT)[None])
+
+
+def norm_gated_linear_triton(
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None
+) -> Tensor:
+    """The Triton form of `norm_gated_linear`. Rows of x and of the weight may be strided, their elements not."""
+    (rows, inputs), outputs = x_RH.shape, weight_GH.shape[0] // 2
+    x_RH, weight_GH = (t if t.stride(1) == 1 else t.contiguous() for t in (x_RH, weight_GH))
+    out_RF = torch.empty((rows, outputs), dtype=x_RH.dtype, device=x_RH.device)
+    if out_RF.numel() == 0:
+        return out_RF
+    tile = tile_of(rows, inputs, 2 * outputs, x_RH.dtype)
+    with torch.cuda.device_of(x_RH):
+        _gated_linear_tile[(triton.cdiv(2 * outputs, tile.columns), triton.cdiv(rows, TILE_ROWS))](
+            out_RF, x_RH, norm_H, weight_GH, x_RH if bias_G is None else bias_G, rows, x_RH.stride(0),
+            weight_GH.stride(0), eps, IN=inputs, OUT=outputs, ROWS=TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices,
+            STEP=tile.step, STAGES=tile.stages, NORM_FIRST=x_RH.dtype == torch.float16, BIAS=bias_G is not None,
+            num_warps=tile.slices, enable_fp_fusion=False,  # torch rounds each product before the sum
+        )  # fmt: skip
+    return out_RF
 
 
 def norm_linear_triton(x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None) -> Tensor:

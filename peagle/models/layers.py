@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle.kernels.backend import use_triton_for_inference
-from peagle.kernels.fused_linear import linear_add, norm_linear, prefers_fused
+from peagle.kernels.fused_linear import linear_add, norm_gated_linear, norm_linear, prefers_fused
 from peagle.kernels.norm_qkv_rope import NormedLinear
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
@@ -221,8 +221,9 @@ class SwiGLU(FeedForward):
         )
 
     def add(self, x_RH: Tensor, norm: RMSNorm) -> Tensor:
-        """x + down(silu(gate(norm(x))) * up(norm(x))) in three launches."""
-        gated_RF, down = self._gated(norm(x_RH)), self.down_proj
+        """x + down(silu(gate(norm(x))) * up(norm(x))) in two launches."""
+        up, down = self.gate_up_proj, self.down_proj
+        gated_RF = norm_gated_linear(x_RH, norm.weight, norm.eps, up.weight, up.bias, backend=self.kernels)
         return linear_add(gated_RF, down.weight, down.bias, x_RH, backend=self.kernels)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.kv_cache import PagedCache
-from peagle.kernels.fused_linear import linear_add, norm_linear, prefers_fused
+from peagle.kernels.fused_linear import linear_add, norm_gated_linear, norm_linear, prefers_fused
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
@@ -25,9 +25,19 @@ gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="n
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
+
+
+def _even(tensor: Tensor | None) -> Tensor | None:
+    """As many gates as ups."""
+    return None if tensor is None else tensor[: len(tensor) // 2 * 2]
+
+
 # The tensors an operation takes, by name, and how it is called with them.
 OPERATIONS: dict[str, Callable[[dict[str, Tensor], str], Tensor]] = {
     "norm_linear": lambda t, b: norm_linear(t["x"], t["norm"], EPS, t["weight"], t.get("bias"), backend=b),
+    "norm_gated_linear": lambda t, b: norm_gated_linear(
+        t["x"], t["norm"], EPS, _even(t["weight"]), _even(t.get("bias")), backend=b
+    ),
     "linear_add": lambda t, b: linear_add(t["x"], t["weight"], t.get("bias"), t["residual"], backend=b),
 }
 
@@ -243,9 +253,10 @@ def test_interpreted_rows_alone(operation: str, dtype: torch.dtype):
 
 
 @interpreter
-def test_interpreted_empty_batch():
-    t = tensors("linear_add", 0, 64, 16, bias=False, dtype=torch.float32, device="cpu")
-    assert OPERATIONS["linear_add"](t, "triton").shape == (0, 16)
+@pytest.mark.parametrize("operation,outputs", [("linear_add", 16), ("norm_gated_linear", 8)])
+def test_interpreted_empty_batch(operation: str, outputs: int):
+    t = tensors(operation, 0, 64, 16, bias=False, dtype=torch.float32, device="cpu")
+    assert OPERATIONS[operation](t, "triton").shape == (0, outputs)
 
 
 @interpreter
@@ -265,7 +276,7 @@ def test_interpreted_decode(changes: dict[str, object], monkeypatch):
     launch = kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *args, **options: launches.append(1) or launch(*args, **options))
     check_model("cpu", **changes)
-    # Steps, layers, linears but the gated one, and but the projections that rotate as well.
+    # Steps, layers, linears but the one with a gate, and but the projections that rotate as well.
     assert len(launches) == 2 * 2 * (3 if "qk_norm" in changes else 2)
 
 
@@ -281,6 +292,13 @@ def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int)
     )  # fmt: skip
     assert all(word in compiled.asm["ptx"] for word in ("mma.sync", "cp.async.cg"))
     assert compiled.metadata.shared < 113 << 10  # two programs of a multiprocessor
+    gated = compile_for_hopper(
+        kernels._gated_linear_tile, {"rows": "i32", "eps": "fp32"}, tile.slices, IN=inputs, OUT=outputs,
+        ROWS=kernels.TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages,
+        NORM_FIRST=False, BIAS=True,
+    )  # fmt: skip
+    assert all(word in gated.asm["ptx"] for word in ("mma.sync", "cp.async.cg"))
+    assert gated.metadata.shared < 113 << 10
 
 
 @gpu
