@@ -8,7 +8,8 @@ caches, and those of linear layers at as many weights, so that small ones do not
 inputs do, as in a step. Hardware: one GPU.
 
 Linear layers with their norm, gate or sum, and the rotation that writes keys and values, run for --linear-rows rows:
-as one launch ("triton"), and as cuBLAS and one Triton kernel for each other operation ("torch"). Attention of whole
+as one launch ("triton"; ", ring": in its form for large layers on Hopper), and as cuBLAS and one Triton kernel for each
+other operation ("torch"). Attention of whole
 prompts runs for --prefill-rows rows: over paged keys ("triton"), and torch's own over dense ones ("torch").
 
 A mixture of experts runs for --expert-rows rows with routing by chance, router not included, with matrices and with
@@ -45,6 +46,7 @@ from peagle.kernels.rms_norm import add_rms_norm, rms_norm
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.kernels.rope_write import rope_write
 from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, stream_linear
+from peagle.kernels.stream_ring import prefers_ring
 from peagle.kernels.swiglu import silu_mul
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies
 from peagle.models.moe import PackedExperts
@@ -232,6 +234,8 @@ def _linear_works(args: argparse.Namespace, shape: Shape, requests: int, rows: i
         x, weights = random(total, inputs), random(copies, outputs, inputs) * inputs**-0.5
         moved = (outputs * inputs + total * (inputs + extra)) * dtype.itemsize
         flops = 2 * total * inputs * outputs
+        if "stream" in name or "parts" in name:
+            name += ", ring" * prefers_ring(x, weights[0], gated="gated" in name, parts="parts" in name)
         return Work(f"{name} {inputs}->{outputs}", lambda copy: call(x, weights[copy]), copies, moved, flops=flops)
 
     norm, residual = torch.ones(shape.hidden, device=args.device, dtype=dtype), random(total, shape.hidden)

@@ -96,6 +96,7 @@ VARIANTS = (
     Variant("fused draft layout", replaced={"peagle.engine.step.draft_layout": _in_torch(draft_layout)}),
     Variant("fused verify rows, accept, commit", replaced=_TORCH_ENDS),
     Variant("streaming linear layers", replaced={"peagle.models.layers.prefers_stream": _never}),
+    Variant("ring of weights in them", replaced={"peagle.kernels.stream_ring.has_ring": _never}),
     Variant("fused linear layers", replaced={"peagle.models.layers.prefers_fused": _never}),
     Variant("norm + gate and up as one launch", replaced={"peagle.models.layers.norm_gated_linear": _gated_after_norm}),
     Variant("norm + qkv + RoPE as one launch", replaced={"peagle.engine.kv_cache.norm_qkv_rope": _one_after_another}),

@@ -44,7 +44,7 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("norm, rotation, gate", r"norm|rsqrt|rope|rotary|rotate|_fill_tables|silu|swiglu|act_and_mul"),
         (
             "matmul",
-            r"_stream_tile|gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|wgmma|matmul|::mm\b|::bmm|addmm|linear|mkldnn|einsum|"
+            r"_stream_(?:tile|ring)|gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|wgmma|matmul|::mm\b|::bmm|addmm|linear|mkldnn|einsum|"
             r"dot_kernel",
         ),
         (

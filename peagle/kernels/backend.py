@@ -1,9 +1,12 @@
 """Which form of an operation runs: torch, or Triton."""
 
 import os
+from functools import cache
 from importlib.util import find_spec
 
 import torch
+
+from peagle.errors import PeagleError
 
 
 def can_run_triton(device: torch.device) -> bool:
@@ -20,3 +23,19 @@ def use_triton(backend: str, device: torch.device) -> bool:
 def use_triton_for_inference(backend: str, device: torch.device) -> bool:
     """`use_triton` for a form without gradients: "auto" keeps to torch where autograd records."""
     return use_triton(backend, device) and (backend == "triton" or not torch.is_grad_enabled())
+
+
+def is_on(setting: str) -> bool:
+    """Whether the environment leaves something on: by 1, or by nothing. Raises PeagleError for what says neither."""
+    asked = os.environ.get(setting, "1")
+    if asked not in ("0", "1"):
+        raise PeagleError(f"{setting} is {asked!r}: set it to 0 or 1, or not at all")
+    return asked == "1"
+
+
+@cache
+def cuda_generation(device: torch.device) -> int:
+    """The major compute capability that Triton compiles for, 9 for Hopper; 0 in its interpreter and without CUDA."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]

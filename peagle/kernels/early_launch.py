@@ -8,7 +8,6 @@ stores anything. A prefetch is neither: what it reads is not kept.
 GPUs before Hopper have none of it, nor has the interpreter. `PEAGLE_EARLY_LAUNCH=0` turns it off.
 """
 
-import os
 from functools import cache
 
 import torch
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peagle.errors import PeagleError
+from peagle.kernels.backend import cuda_generation, is_on
 
 _LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 
@@ -24,14 +23,7 @@ _LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 @cache
 def launches_early(device: torch.device) -> bool:
     """Whether kernels on `device` are launched so. Raises PeagleError for a setting that says neither."""
-    asked = os.environ.get("PEAGLE_EARLY_LAUNCH", "1")
-    if asked not in ("0", "1"):
-        raise PeagleError(f"PEAGLE_EARLY_LAUNCH is {asked!r}: set it to 0 or 1, or not at all")
-    if asked == "0" or os.environ.get("TRITON_INTERPRET") == "1":
-        return False
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return is_on("PEAGLE_EARLY_LAUNCH") and cuda_generation(device) >= 9
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 The product is made as W x^T, so that tensor cores take the weights as they come from memory and the few rows are the
 narrow side. Programs that share a multiprocessor keep it busy while others wait; where there are few, each has more
-loads in flight.
+loads in flight. Large layers have a form of their own on Hopper, `stream_ring_triton`.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.early_launch import launches_early, prefetch_rows, wait_for_previous
+from peagle.kernels.stream_ring import prefers_ring
 
 _COLUMNS = 64  # of a tile: as many as Hopper's tensor cores multiply at once
 _PROGRAMS = 128  # at least, where the inputs can be cut: an H200 has 132 multiprocessors
@@ -112,6 +113,11 @@ def linear_parts_triton(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) 
 def _launch(
     x_RI: Tensor, weight_GI: Tensor, bias_G: Tensor | None, *, gated: bool = False, parts: bool = False
 ) -> Tensor:
+    if prefers_ring(x_RI, weight_GI, gated=gated, parts=parts):
+        # Imported late: Gluon is not in every Triton.
+        from peagle.kernels.stream_ring_triton import launch_ring
+
+        return launch_ring(x_RI, weight_GI, bias_G, gated=gated, parts=parts)
     (rows, inputs), outputs = x_RI.shape, weight_GI.shape[0] // (2 if gated else 1)
     x_RI, weight_GI = (t if t.stride(1) == 1 else t.contiguous() for t in (x_RI, weight_GI))
     tile = _tile(rows, inputs, weight_GI.shape[0], parts)

@@ -95,6 +95,7 @@ def test_steps_can_be_given_where_nothing_marks_them():
         ("_linear_tile", "matmul"),
         ("_qkv_linear_tile", "matmul"),
         ("_stream_tile", "matmul"),
+        ("_stream_ring", "matmul"),
         ("_expert_tile", "experts"),
         ("_packed_tile", "experts"),
         ("_apply_masks", "sampling"),
