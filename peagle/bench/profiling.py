@@ -15,7 +15,7 @@ from peagle.bench.profile import Profile, Share
 from peagle.bench.report import write_result
 from peagle.bench.roofline import StepCost, copy_bandwidth, step_cost
 from peagle.bench.stepping import SETTLED, Decoding, Window, profile_steps
-from peagle.config import MAX_SPECULATIVE_TOKENS, ProfileConfig, SpeculativeConfig
+from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, ProfileConfig, SpeculativeConfig
 from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
@@ -162,15 +162,21 @@ def measure(
 
 
 def _needed_length(config: ProfileConfig, spec: ModelSpec, num_drafts: int) -> int:
-    """Tokens of a request that does not end while it is measured, whatever is accepted."""
-    steps = _WARM_UP + 2 * config.steps + _SPARE
-    length = config.prompt_tokens + SETTLED + (steps + 1) * (num_drafts + 1)
+    """Tokens of a request that does not end while it is measured, whatever is accepted: all drafts of one request, say,
+    while another settles without any."""
+    steps = _prompt_steps(config) + SETTLED + _WARM_UP + 2 * config.steps + _SPARE
+    length = config.prompt_tokens + (steps + 1) * (num_drafts + 1)
     if length > spec.max_position_embeddings:
         raise PeagleError(
             f"{config.steps} steps after {config.prompt_tokens} prompt tokens may take {length} tokens, the model's "
             f"context is {spec.max_position_embeddings}: lower --steps or --prompt-tokens"
         )
     return length
+
+
+def _prompt_steps(config: ProfileConfig) -> int:
+    """How many the prompts of all take at most."""
+    return config.concurrency * config.prompt_tokens // EngineConfig().max_num_batched_tokens + 1
 
 
 def _most_drafts(speculation: SpeculativeConfig | None) -> int:

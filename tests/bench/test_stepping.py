@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from peagle.bench import profiling
 from peagle.bench.stepping import Decoding, Window, decode_window, profile_steps
+from peagle.config import ProfileConfig
 from peagle.errors import PeagleError
 from peagle.sampling import SamplingParams
 
@@ -105,3 +107,24 @@ def test_the_trace_is_kept(tmp_path):
     profile = profile_steps(batch, 3, tmp_path / "new" / "trace.json")
     assert (profile.steps, profile.on_gpu) == (3, False)
     assert (tmp_path / "new" / "trace.json").is_file()
+
+
+@pytest.mark.parametrize("steps", [1, 8, 32])
+def test_a_profile_leaves_room_for_a_request_whose_drafts_are_all_kept_beside_one_that_keeps_none(steps: int):
+    """The first has decoded long before the second has emitted what it takes to settle."""
+    config, drafts = ProfileConfig(concurrency=2, steps=steps), 5
+    length = profiling._needed_length(config, SimpleNamespace(max_position_embeddings=8192), drafts)
+    engine = FakeEngine(per_step=1)
+    batch = Decoding(engine, [[1] * 128] * 2, params(length - config.prompt_tokens), clock_of(engine))
+    lucky, step = engine.core.requests[0], engine.core.step
+
+    def uneven():
+        before = len(lucky.output_ids)
+        step()
+        if len(lucky.output_ids) > before:
+            lucky.output_ids += [0] * drafts
+
+    engine.core.step = uneven
+    batch.settle()
+    batch.advance(profiling._WARM_UP + 2 * steps)
+    assert len(lucky.output_ids) > 6 * 17
