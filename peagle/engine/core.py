@@ -146,7 +146,7 @@ class EngineCore:
         running = self.scheduler.running
         if len(running) == 1 and not running[0].params.drafts:
             return 0
-        return self.policy.choose(len(running))
+        return self.policy.choose(len(running), any(r.cacheable and not r.in_prefill for r in running))
 
     @torch.inference_mode()
     def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:
