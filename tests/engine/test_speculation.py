@@ -115,13 +115,14 @@ def test_never_3_percent_behind_plain_decoding_after_an_allowance(steps, slope, 
     costs = costs_of(slope, sizes=(1, 4))
     chooser = KChooser(costs)
     spent = plain = 0.0
-    allowance = 2 * 16 * max(0.05, max(costs[n, k] / costs[n, 0] for n, k in costs) - 1) + 16
+    allowance = 8 + max(costs[n, k] / costs[n, 0] for n, k in costs)
     last, since = 0, 16
     chance = random.Random(1)
     for line in steps * (1 + repeat):
+        is_known = chooser._seen[0] >= 8
         k = chooser.choose(len(line))
-        forced = k == 0  # plain steps follow at once when drafting has fallen behind
-        assert k == last or since >= 16 or forced
+        since = since if is_known else 16  # a trial ends when it has seen enough
+        assert k == last or since >= 16 or k == 0  # plain steps follow at once when drafting has fallen behind
         last, since = k, 1 if k != last else since + 1
         kept = [min(count, k) if chance.random() < sparse else 0 for count in line]
         chooser.record(kept, k)
@@ -150,43 +151,70 @@ def test_back_to_plain_decoding_at_once_and_to_another_k_not():
     """Costs of two sizes of batches: what pays at one does not at the other."""
     costs = {(n, k): 1.0 + (0.01 if n == 1 else 2.0) * k for n in (1, 64) for k in (0, 3, MOST)}
     chooser = KChooser(costs)
-    k = chooser.choose(1)
-    assert k > 0
-    chooser.record([k], k)
+    for _ in range(40):
+        chooser.record([MOST], chooser.choose(1))
+    assert chooser.choose(1) == MOST
     assert chooser.choose(64) == 0  # the step after
     chooser.record([0], 0)
     assert [chooser.choose(1) for _ in range(16)] == [0] * 16
-    assert chooser.choose(1) > 0
+    assert chooser.choose(1) == MOST
 
 
 def test_what_was_gained_long_ago_is_not_lost_again():
-    """However long drafts were good: what is spent on useless ones has one bound."""
+    """However long drafts were good: what is spent on useless ones has one bound, and the account ends it where the
+    rates say nothing of them."""
     costs = costs_of(0.2)
     chooser = KChooser(costs)
     for _ in range(3000):
         k = chooser.choose(1)
         chooser.record([k], k)
     lost = 0.0
-    while k := chooser.choose(1):  # from now on requests that teach nothing keep nothing
-        chooser.record([], k, [0])
-        lost += costs[1, k] / costs[1, 0] - 1
-    assert 0 < lost < 2 * 17 * (costs[1, MOST] / costs[1, 0] - 1)
+    while k := chooser.choose(8):  # from now on a request keeps all, and seven that have gaps keep nothing
+        chooser.record([k], k, [0] * 7)
+        lost += costs[8, k] / costs[8, 0] - 1 - k / 8
+    assert 7 < lost < 8 + costs[8, MOST] / costs[8, 0]
 
 
-def test_requests_that_say_nothing_count_in_the_account_and_plain_steps_forget():
+def test_requests_that_say_little_are_learned_from_alone_and_count_in_the_account():
     chooser = KChooser(costs_of(0.2))
-    chooser.record([0], MOST)
-    for _ in range(8):
-        chooser.record([0], MOST)
-    learned = chooser.rates
-    for _ in range(8):
+    for _ in range(9):
+        chooser.record([0], MOST, [MOST])
+    assert chooser.rates[0] < 0.2
+    for _ in range(9):
         chooser.record([], MOST, [MOST])
+    assert chooser.rates[0] > 0.4
+    chooser.record([], 0, [0])
+    learned = chooser.rates
+    chooser.record([], 0, [0])
     assert chooser.rates == learned
-    while chooser.choose(1):
-        chooser.record([], MOST, [0])
-    for _ in range(2000):
-        chooser.record([], 0, [0])
-    assert chooser.rates[0] > learned[0] + 0.1
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+def test_a_trial_is_eight_drafts_with_the_k_that_pays_at_even_odds(rate):
+    costs = costs_of(0.2)
+    at_even_odds = max(draft_counts(MOST)[1:], key=lambda k: length([0.5] * MOST, k) / costs[8, k])
+    simulation = Simulation(KChooser(costs), costs, 8)
+    simulation.run(3, [rate] * MOST)
+    assert simulation.chosen[:2] == [at_even_odds] * 2  # leftovers, then the drafts of eight requests
+    assert simulation.chosen[2] == (0 if rate == 0 else MOST)
+
+
+@pytest.mark.parametrize(("fresh", "wait"), [(True, 512), (False, 1024)])
+def test_a_useless_head_is_tried_anew_now_and_then_best_with_a_request_without_gaps(fresh, wait):
+    chooser = KChooser(costs_of(0.2))
+    while k := chooser.choose(8):
+        chooser.record([0] * 8, k)
+    for step in range(4 * 1024):
+        if chooser.choose(8, fresh):
+            break
+        chooser.record([0] * 8, 0)
+    assert step == wait
+
+
+def test_no_trial_where_even_perfect_drafts_would_not_pay():
+    costs = {(1, k): 1.0 + 1.5 * k for k in draft_counts(MOST)}
+    chooser = KChooser(costs)
+    assert chooser.choose(1) == 0
 
 
 def test_an_engine_drafts_again_when_drafts_are_good_again():
