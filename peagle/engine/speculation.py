@@ -101,8 +101,7 @@ class KChooser:
         self._trials = {  # what would pay if all drafts were kept
             size: [k for k in self._drafts if k + 1 > self._costs[size, k]] or [0] for size in self._buckets
         }
-        self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
-        self._unseen = 0  # steps since a draft was observed
+        self._forget()
         self._current, self._since = 0, _DWELL
         self._drafted = 0  # K of the last step recorded
         self._balance = _ALLOWANCE
@@ -125,7 +124,7 @@ class KChooser:
         """K of the next step of so many requests."""
         bucket = self._bucket(num_running)
         if self._unseen >= (_STALE if fresh else 2 * _STALE):
-            self._kept, self._seen, self._unseen = [0.0] * self.max_drafts, [0.0] * self.max_drafts, 0
+            self._forget()
         is_trial = self._seen[0] < _TRIAL
         self._since = _DWELL if is_trial else self._since + 1  # the end of a trial is a time to change
         speed = self._speeds(bucket, [_ODDS] * self.max_drafts if is_trial else self.rates)
@@ -133,9 +132,8 @@ class KChooser:
         worst = _TRIAL * (self._costs[bucket, best] - 1)
         if self._balance < (0 if self._current else min(worst, _ALLOWANCE)):
             self._change(0)
-        elif is_trial or best == 0 or self._since > _DWELL:
-            if is_trial or speed[best] > _GAIN * speed[self._current]:
-                self._change(best)
+        elif is_trial or ((best == 0 or self._since > _DWELL) and speed[best] > _GAIN * speed[self._current]):
+            self._change(best)
         return self._current
 
     def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
@@ -159,6 +157,10 @@ class KChooser:
         emitted = 1 + sum(batch) / len(batch)
         spent = self._costs[self._bucket(len(batch)), num_drafts]
         self._balance = min(self._balance + (1 + _MARGIN) * emitted - spent, _ALLOWANCE)
+
+    def _forget(self) -> None:
+        self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
+        self._unseen = 0  # steps since a draft was observed
 
     def _bucket(self, requests: int) -> int:
         return self._buckets[min(bisect_left(self._buckets, requests), len(self._buckets) - 1)]

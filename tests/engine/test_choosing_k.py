@@ -156,7 +156,9 @@ def test_the_first_256_tokens_come_within_5_percent_of_the_best_k(rates, shape, 
     costs = h200_costs(shape)
 
     def seconds(make_policy):
-        return sum(Serving(make_policy(), costs, batch, random.Random(i)).run(256, rates) for i in range(6 + 14 // batch))
+        return sum(
+            Serving(make_policy(), costs, batch, random.Random(i)).run(256, rates) for i in range(6 + 14 // batch)
+        )
 
     assert seconds(lambda: KChooser(costs)) <= min(seconds(lambda k=k: FixedK(k)) for k in DRAFTS) / 0.95
 
