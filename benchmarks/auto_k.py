@@ -39,8 +39,8 @@ class Counted(KChooser):
         super().__init__(costs)
         self.chosen: list[int] = []
 
-    def choose(self, num_running: int) -> int:
-        self.chosen.append(super().choose(num_running))
+    def choose(self, num_running: int, fresh: bool = True) -> int:
+        self.chosen.append(super().choose(num_running, fresh))
         return self.chosen[-1]
 
 

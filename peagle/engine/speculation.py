@@ -25,12 +25,15 @@ _log = logging.getLogger(__name__)
 _EXAMPLE = '{"1": 7, "32": 3}'
 _MEASURED = (0, 1, 2, 3, 5, 7, 10, 13, 16)  # K worth a graph of their own
 
-_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0  # acceptance taken for granted, and how many observations outweigh it
+_ODDS, _ODDS_WEIGHT = 0.5, 4.0  # acceptance before anything was seen, and how many observations outweigh it
+_TRIAL = 8  # drafts to see before a head is judged: of useless ones, few steps; fewer would reject good ones by chance
+_STALE = 512  # steps after which a judgement is too old: a trial costs a few plain steps, below 1 % of these
 _WINDOW_REQUESTS, _WINDOW_STEPS = 256, 16  # an estimate spans at least so many observations and so many steps
-_FORGET_STEPS = 1024  # what is not observed is forgotten at this pace, back to the prior, and so tried again
+_FORGET_STEPS = 1024  # while less is drafted, what is known of greater depths fades at this pace
 _DWELL = 16  # steps between changes of K
 _GAIN = 1.03  # what a change must promise
-_MARGIN = 0.02  # slack over plain decoding; below 3 % so that the allowance at the start soon vanishes in it
+_MARGIN = 0.02  # slack over plain decoding: below the 3 % allowed, for a step may cost more than was measured
+_ALLOWANCE = 8.0  # plain steps that drafting may be behind besides: once, for the life of an engine
 
 
 class KPolicy(Protocol):
@@ -40,13 +43,13 @@ class KPolicy(Protocol):
     def max_drafts(self) -> int:
         """The largest K it ever chooses."""
 
-    def choose(self, num_running: int) -> int:
-        """K of the next step, 0 .. `max_drafts`."""
+    def choose(self, num_running: int, fresh: bool = True) -> int:
+        """K of the next step, 0 .. `max_drafts`. `fresh`: a request runs of which the drafter has seen everything."""
 
     def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
         """Say how many of `num_drafts` drafts each request of a decode step kept; in the order of the steps.
 
-        `others` are those of requests that say nothing about the head: their tokens count, but nothing is learned.
+        `others` are those of requests that say little about the head; they are learned from where there are no others.
         """
 
 
@@ -61,7 +64,7 @@ class TableK:
     def max_drafts(self) -> int:
         return max(self._drafts)
 
-    def choose(self, num_running: int) -> int:
+    def choose(self, num_running: int, fresh: bool = True) -> int:  # noqa: ARG002
         return self._drafts[min(bisect_left(self._sizes, num_running), len(self._drafts) - 1)]
 
     def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
@@ -78,10 +81,13 @@ class FixedK(TableK):
 class KChooser:
     """K by measured costs and running acceptance; 0 where drafting does not pay.
 
-    Changes come at most every 16 steps, those back to plain decoding at once, and only for 3 % more speed. Acceptance
-    at depths that are not drafted is kept and slowly forgotten in favour of a hopeful prior, which is what tries them
-    again. An account of the seconds that plain decoding would have taken for the same tokens bounds the loss: once
-    drafting is 2 % behind, plain steps follow until they have paid for another try.
+    A head that nobody knows is tried: until 8 drafts were seen, K is the one above 0 that pays best at even odds. Then
+    it is the one that pays best by what was seen, with depths never seen taken to be as good as the last one that was.
+    Changes come at most every 16 steps, those to plain decoding at once, and only for 3 % more speed. What nothing was
+    seen of for 512 steps is forgotten, and so tried anew: when there is a request without gaps, or after twice as long.
+
+    An account of the steps that plain decoding would have taken for the same tokens bounds the loss whatever happens:
+    once drafting is 2 % and 8 steps behind, plain steps follow until they have paid for another try.
     """
 
     def __init__(self, costs: CostTable) -> None:
@@ -92,11 +98,14 @@ class KChooser:
             raise ValueError("a cost table needs K = 0 and every K for every batch size")
         # In steps of plain decoding, so that batches of all sizes share one account.
         self._costs = {(size, k): costs[size, k] / costs[size, 0] for size in self._buckets for k in self._drafts}
+        self._trials = {  # what would pay if all drafts were kept
+            size: [k for k in self._drafts if k + 1 > self._costs[size, k]] or [0] for size in self._buckets
+        }
         self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
+        self._unseen = 0  # steps since a draft was observed
         self._current, self._since = 0, _DWELL
         self._drafted = 0  # K of the last step recorded
-        self._most = 2 * _DWELL * max(0.05, max(self._costs.values()) - 1)
-        self._balance = self._most
+        self._balance = _ALLOWANCE
 
     @property
     def max_drafts(self) -> int:
@@ -105,27 +114,27 @@ class KChooser:
     @property
     def rates(self) -> list[float]:
         """Estimated acceptance of each position, given that the drafts before it were kept; one that was never observed
-        is hoped to be as good as the one before."""
-        rates, hope = [], _PRIOR
+        is taken to be as good as the one before."""
+        rates, odds = [], _ODDS
         for kept, seen in zip(self._kept, self._seen, strict=True):
-            rates.append((kept + hope * _PRIOR_WEIGHT) / (seen + _PRIOR_WEIGHT))
-            hope = max(_PRIOR, rates[-1])
+            odds = (kept + odds * _ODDS_WEIGHT) / (seen + _ODDS_WEIGHT)
+            rates.append(odds)
         return rates
 
-    def choose(self, num_running: int) -> int:
+    def choose(self, num_running: int, fresh: bool = True) -> int:
         """K of the next step of so many requests."""
         bucket = self._bucket(num_running)
-        self._since += 1
-        if self._balance < 0:
+        if self._unseen >= (_STALE if fresh else 2 * _STALE):
+            self._forget()
+        is_trial = self._seen[0] < _TRIAL
+        self._since = _DWELL if is_trial else self._since + 1  # the end of a trial is a time to change
+        speed = self._speeds(bucket, [_ODDS] * self.max_drafts if is_trial else self.rates)
+        best = max(self._trials[bucket] if is_trial else self._drafts, key=lambda k: speed[k])
+        worst = _TRIAL * (self._costs[bucket, best] - 1)
+        if self._balance < (0 if self._current else min(worst, _ALLOWANCE)):
             self._change(0)
-            return self._current
-        speed = self._speeds(bucket)
-        best = max(self._drafts, key=lambda k: speed[k])
-        if self._since > _DWELL or best == 0:
-            try_out = _DWELL * (self._costs[bucket, best] - 1)
-            affordable = self._current > 0 or self._balance >= min(try_out, self._most)
-            if affordable and speed[best] > _GAIN * speed[self._current]:
-                self._change(best)
+        elif is_trial or ((best == 0 or self._since > _DWELL) and speed[best] > _GAIN * speed[self._current]):
+            self._change(best)
         return self._current
 
     def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
@@ -135,24 +144,29 @@ class KChooser:
         batch = [*accepted, *others]
         if not batch:
             return
+        self._unseen = 0 if observed else self._unseen + 1
         for position in range(self.max_drafts):
-            reached = sum(count >= position for count in accepted) if position < observed else 0
+            reached = sum(count >= position for count in accepted or others) if position < observed else 0
             if reached:
                 keep = 1 - min(reached / _WINDOW_REQUESTS, 1 / _WINDOW_STEPS)
-                self._kept[position] = self._kept[position] * keep + sum(count > position for count in accepted)
+                kept = sum(count > position for count in accepted or others)
+                self._kept[position] = self._kept[position] * keep + kept
                 self._seen[position] = self._seen[position] * keep + reached
-            elif position >= observed:
+            elif position >= observed > 0:
                 self._kept[position] *= 1 - 1 / _FORGET_STEPS
                 self._seen[position] *= 1 - 1 / _FORGET_STEPS
         emitted = 1 + sum(batch) / len(batch)
         spent = self._costs[self._bucket(len(batch)), num_drafts]
-        self._balance = min(self._balance + (1 + _MARGIN) * emitted - spent, self._most)
+        self._balance = min(self._balance + (1 + _MARGIN) * emitted - spent, _ALLOWANCE)
+
+    def _forget(self) -> None:
+        self._kept, self._seen, self._unseen = [0.0] * self.max_drafts, [0.0] * self.max_drafts, 0
 
     def _bucket(self, requests: int) -> int:
         return self._buckets[min(bisect_left(self._buckets, requests), len(self._buckets) - 1)]
 
-    def _speeds(self, bucket: int) -> dict[int, float]:
-        lengths = list(accumulate(accumulate(self.rates, mul), initial=1.0))  # AL(0), AL(1), ...
+    def _speeds(self, bucket: int, rates: Sequence[float]) -> dict[int, float]:
+        lengths = list(accumulate(accumulate(rates, mul), initial=1.0))  # AL(0), AL(1), ...
         return {k: lengths[k] / self._costs[bucket, k] for k in self._drafts}
 
     def _change(self, num_drafts: int) -> None:

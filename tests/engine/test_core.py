@@ -20,11 +20,13 @@ class Scripted:
 
     def __init__(self, *drafts: int) -> None:
         self.drafts, self.told = list(drafts), list[tuple[int, int]]()
+        self.fresh = list[bool]()
 
-    def choose(self, num_running: int) -> int:
+    def choose(self, num_running: int, fresh: bool = True) -> int:
+        self.fresh.append(fresh)
         return self.drafts.pop(0) if len(self.drafts) > 1 else self.drafts[0]
 
-    def record(self, accepted: Sequence[int], num_drafts: int, fresh: int | None = None) -> None:
+    def record(self, accepted: Sequence[int], num_drafts: int, others: Sequence[int] = ()) -> None:
         self.told.append((num_drafts, len(accepted)))
 
 
@@ -52,6 +54,7 @@ def test_requests_with_gaps_in_the_drafters_cache_do_not_count():
     while llm.core.has_work:
         llm.core.step()
     assert policy.told[:3] == [(5, 1), (0, 0), (5, 0)]
+    assert policy.fresh[:4] == [False, True, True, False]  # nobody yet, after the prompt, after a draft, with a gap
 
 
 def test_room_for_the_largest_k_is_there_from_the_start():

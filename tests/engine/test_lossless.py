@@ -190,6 +190,6 @@ def test_k_may_change_in_any_step():
         core, rng = llm.core, np.random.default_rng(ahead)
         core._steps_ahead = ahead
         core._speculative._draft_side.cache.keys.fill_(torch.nan)
-        core.policy.choose = lambda running, rng=rng: int(rng.integers(0, 6))
+        core.policy.choose = lambda *_, rng=rng: int(rng.integers(0, 6))
         outputs = llm.generate(PROMPTS, params)
         assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]

@@ -81,7 +81,7 @@ def test_rounds_of_a_changing_k(ahead: int):
     plain = plain_outputs()
     llm = tiny_llm(5, max_num_seqs=3)
     llm.core._steps_ahead, rng = ahead, np.random.default_rng(ahead)
-    llm.core.policy.choose = lambda running: int(rng.integers(0, 6))
+    llm.core.policy.choose = lambda *_: int(rng.integers(0, 6))
     seen = watch_rounds(llm)
     outputs = llm.generate(PROMPTS, PARAMS)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]

@@ -65,7 +65,7 @@ def test_all_in_one_batch_while_k_changes(engine: dict[str, int], ahead: int):
     plain = json_llm(0, max_num_seqs=30).generate(prompts, params)
     llm, rng = json_llm(5, **engine), np.random.default_rng(1)
     llm.core._steps_ahead = ahead
-    llm.core.policy.choose = lambda running: int(rng.integers(0, 6))  # 0 too, after which old drafts are verified
+    llm.core.policy.choose = lambda *_: int(rng.integers(0, 6))  # 0 too, after which old drafts are verified
     force_drafts(llm, plain, seed=2, right=0.8)
     outputs = llm.generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
@@ -104,7 +104,7 @@ def test_all_in_one_batch_on_gpu(graphs: bool):
     prompts, params = asked(3, 30)
     plain = json_llm(0, max_num_seqs=30, device="cuda", graphs=False).generate(prompts, params)
     llm, rng = json_llm(5, max_num_seqs=6, num_kv_blocks=60, device="cuda", graphs=graphs), np.random.default_rng(1)
-    llm.core.policy.choose = lambda running: int(rng.choice([0, 2, 5]))
+    llm.core.policy.choose = lambda *_: int(rng.choice([0, 2, 5]))
     force_drafts(llm, plain, seed=2, right=0.8)
     outputs = llm.generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
