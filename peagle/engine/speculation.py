@@ -32,7 +32,7 @@ _WINDOW_REQUESTS, _WINDOW_STEPS = 256, 16  # an estimate spans at least so many 
 _FORGET_STEPS = 1024  # while less is drafted, what is known of greater depths fades at this pace
 _DWELL = 16  # steps between changes of K
 _GAIN = 1.03  # what a change must promise
-_MARGIN = 0.02  # slack over plain decoding: below the 3 % allowed, for a step may cost more than was measured
+_MARGIN = 0.02  # slack over plain decoding: below the 3 % allowed, for costs are measured on short contexts
 _ALLOWANCE = 8.0  # plain steps that drafting may be behind besides: once, for the life of an engine
 
 
@@ -101,8 +101,7 @@ class KChooser:
         self._trials = {  # what would pay if all drafts were kept
             size: [k for k in self._drafts if k + 1 > self._costs[size, k]] or [0] for size in self._buckets
         }
-        self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
-        self._unseen = 0  # steps since a draft was observed
+        self._forget()
         self._current, self._since = 0, _DWELL
         self._drafted = 0  # K of the last step recorded
         self._balance = _ALLOWANCE
@@ -160,7 +159,8 @@ class KChooser:
         self._balance = min(self._balance + (1 + _MARGIN) * emitted - spent, _ALLOWANCE)
 
     def _forget(self) -> None:
-        self._kept, self._seen, self._unseen = [0.0] * self.max_drafts, [0.0] * self.max_drafts, 0
+        self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
+        self._unseen = 0  # steps since a draft was observed
 
     def _bucket(self, requests: int) -> int:
         return self._buckets[min(bisect_left(self._buckets, requests), len(self._buckets) - 1)]
