@@ -101,7 +101,8 @@ class KChooser:
         self._trials = {  # what would pay if all drafts were kept
             size: [k for k in self._drafts if k + 1 > self._costs[size, k]] or [0] for size in self._buckets
         }
-        self._forget()
+        self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
+        self._unseen = 0  # steps since a draft was observed
         self._current, self._since = 0, _DWELL
         self._drafted = 0  # K of the last step recorded
         self._balance = _ALLOWANCE
@@ -159,8 +160,7 @@ class KChooser:
         self._balance = min(self._balance + (1 + _MARGIN) * emitted - spent, _ALLOWANCE)
 
     def _forget(self) -> None:
-        self._kept, self._seen = [0.0] * self.max_drafts, [0.0] * self.max_drafts
-        self._unseen = 0  # steps since a draft was observed
+        self._kept, self._seen, self._unseen = [0.0] * self.max_drafts, [0.0] * self.max_drafts, 0
 
     def _bucket(self, requests: int) -> int:
         return self._buckets[min(bisect_left(self._buckets, requests), len(self._buckets) - 1)]
