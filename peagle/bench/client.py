@@ -26,6 +26,7 @@ _TEXT_PARTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 _HEADERS = MappingProxyType({"Content-Type": "application/json"})
 _KEEP_ALIVE = 4.0  # seconds; below the 5 after which usual servers close, so that none is closed under a request
 _LONGEST_LINE = 1 << 24  # bytes; a server that sends more without a line end is no server of events
+_LARGEST_COUNT = 1 << 24  # tokens; no answer has more, and memory is taken for each
 
 
 @dataclass(slots=True)
@@ -122,13 +123,16 @@ async def ask(
     try:
         async with (
             asyncio.timeout(timeout),
-            session.post(url, data=data, headers=_HEADERS, trace_request_ctx=answer) as response,
+            session.post(
+                url, data=data, headers=_HEADERS, trace_request_ctx=answer, allow_redirects=False
+            ) as response,
         ):
             if response.status == 200:
                 await _read_events(response, answer)
             else:
                 answer.failure = f"HTTP {response.status}"
-                answer.detail = error_message(await response.text(errors="replace"))
+                said, moved = error_message(await response.text(errors="replace")), response.headers.get("Location")
+                answer.detail = said if moved is None else f"moved to {moved}: give that server with --base-url"
     except asyncio.CancelledError:
         answer.stopped = True
         raise
@@ -184,15 +188,16 @@ def _take_event(data: bytes, now: float, answer: Answer) -> bool:
         if choices:
             _take_choice(choices[0], now, answer)
         if usage:
-            answer.output_tokens, answer.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
+            answer.output_tokens = _count(usage["completion_tokens"])
+            answer.prompt_tokens = _count(usage.get("prompt_tokens", 0))
         if (counts := event.get("peagle")) is not None and "rounds" in counts:  # a trace alone has none
             answer.stats = AcceptanceStats(
-                num_rounds=counts["rounds"],
-                num_draft_tokens=counts["draft_tokens"],
-                num_accepted_tokens=counts["accepted_tokens"],
-                accepted_per_position=list(counts["accepted_per_position"]),
+                num_rounds=_count(counts["rounds"]),
+                num_draft_tokens=_count(counts["draft_tokens"]),
+                num_accepted_tokens=_count(counts["accepted_tokens"]),
+                accepted_per_position=[_count(n) for n in counts["accepted_per_position"]],
             )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise _BadStreamError(f"an event that cannot be read: {data[:100].decode(errors='replace')}") from None
     return False
 
@@ -208,12 +213,19 @@ def _take_choice(choice: Mapping[str, Any], now: float, answer: Answer) -> None:
         answer.silent_end = None if said else now
 
 
+def _count(value: Any) -> int:
+    """A number of tokens or rounds as a server says it. Raises ValueError for what is none."""
+    if type(value) is not int or not 0 <= value <= _LARGEST_COUNT:
+        raise ValueError
+    return value
+
+
 def error_message(text: str) -> str:
-    """What the body of an error says, on one short line."""
+    """What the body of an error says, on one short line that a terminal can show."""
     try:
         error = json.loads(text)
         error = error.get("error", error) if isinstance(error, dict) else error
         message = error.get("message", error) if isinstance(error, dict) else error
-    except ValueError:
+    except (ValueError, RecursionError):
         message = text
-    return " ".join(str(message).split())[:200]
+    return "".join(c if c.isprintable() else " " for c in " ".join(str(message).split())[:200])

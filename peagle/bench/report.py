@@ -65,7 +65,8 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json, whe
     text = json.dumps(document, indent=2, ensure_ascii=False, default=_as_json) + "\n"
     text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     with _partial(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        # Half a character, of a server's answer or of a file's name, becomes its escape, which JSON has too.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(path)
 
 

@@ -68,7 +68,9 @@ class FakeApi:
 
     async def stream(self, request, prompt, chat):
         if isinstance(prompt, str) and prompt.startswith("status "):
-            return web.json_response({"error": {"message": "as you wish"}}, status=int(prompt.split()[1]))
+            status = int(prompt.split()[1])
+            moved = {"Location": f"{self.url}/v1/completions"} if 300 <= status < 400 else {}
+            return web.json_response({"error": {"message": "as you wish"}}, status=status, headers=moved)
         if prompt == "html":
             return web.Response(text="<html>", content_type="text/html")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -93,6 +95,8 @@ class FakeApi:
                 if prompt == "error":
                     await send({"error": {"message": "the engine fell over"}})
                     return response
+                if prompt.startswith("event "):
+                    await response.write(b"data: " + prompt[6:].encode() + b"\n\n")
                 if prompt == "garbage":
                     await response.write(b"data: {not json\n\n")
                     return response

@@ -107,6 +107,47 @@ def test_failures_are_counted_by_kind_and_averaged_nowhere(tmp_path, capsys):
     assert "acceptance: not reported by this server" in shown
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        *(
+            '{"choices": [], "usage": {"prompt_tokens": %s, "completion_tokens": %s}}' % numbers
+            for numbers in [(3, '"four"'), (3, -4), (3, 2.5), (3, "NaN"), (3, "1e999"), (3, 10**12), ('"x"', 4)]
+        ),
+        '{"peagle": {"rounds": 1, "draft_tokens": "3", "accepted_tokens": 1, "accepted_per_position": [1]}}',
+        '{"peagle": {"rounds": 1, "draft_tokens": 3, "accepted_tokens": 1, "accepted_per_position": [null]}}',
+        "[" * 100_000,
+    ],
+    ids=lambda event: event[-40:],
+)
+def test_what_is_no_number_of_tokens_is_in_no_figure(tmp_path, event):
+    with fake_api() as api:
+        status, result = bench(api, tmp_path, **custom(tmp_path, "good", f"event {event}"))
+    row = result["results"]["rows"][0]
+    assert (status, row["failures"]) == (FAILED_STATUS, {"unreadable answer": 1})
+    assert row["output_tokens"] == len(TOKENS)
+
+
+def test_half_a_character_and_colours_of_a_server_spoil_neither_file_nor_terminal(tmp_path, capsys):
+    half = 'event {"choices": [{"index": 0, "delta": {"content": "\\ud800"}, "finish_reason": "stop"}]}'
+    error = 'event {"error": {"message": "red \\u001b[31m \\ud800"}}'
+    with fake_api() as api:
+        _, result = bench(api, tmp_path, **custom(tmp_path, half, error), save_detailed=True)
+    first, second = result["results"]["requests"]
+    assert first["text"].startswith("one \ud800")
+    assert second["detail"].split() == ["red", "[31m"]
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_requests_are_not_sent_on_to_where_a_server_moved(tmp_path):
+    with fake_api() as api:
+        _, result = bench(api, tmp_path, **custom(tmp_path, "status 307"))
+    (request,) = result["results"]["requests"]
+    assert request["failure"] == "HTTP 307"
+    assert request["detail"] == f"moved to {api.url}/v1/completions: give that server with --base-url"
+    assert len(api.bodies) == 1
+
+
 def test_every_request_fails(tmp_path, capsys):
     with fake_api(metrics=False) as api:
         status, result = bench(api, tmp_path, **custom(tmp_path, "status 503", "status 503"))
