@@ -123,9 +123,7 @@ async def ask(
     try:
         async with (
             asyncio.timeout(timeout),
-            session.post(
-                url, data=data, headers=_HEADERS, trace_request_ctx=answer, allow_redirects=False
-            ) as response,
+            session.post(url, data=data, headers=_HEADERS, trace_request_ctx=answer, allow_redirects=False) as response,
         ):
             if response.status == 200:
                 await _read_events(response, answer)

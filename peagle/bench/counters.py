@@ -14,7 +14,8 @@ DEFINITION = (
     "draft j / rounds that accepted draft j - 1"
 )
 # vLLM's names, with the client library's ending or without; ours are the same.
-_LINE = re.compile(r"vllm:spec_decode_(num_\w+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+-]+)")
+_NUMBER = r"(\d{1,15}(?:\.\d*)?(?:[eE][+-]?\d\d?)?)(?!\S)"  # finite
+_LINE = re.compile(r"vllm:spec_decode_(num_\w+?)(?:_total)?(?:\{(.*)\})?\s+" + _NUMBER)
 _PER_POSITION = "num_accepted_tokens_per_pos"
 
 
@@ -47,7 +48,7 @@ def parse_counters(text: str) -> Counters | None:
         if found is None:
             continue
         name, labels, value = found[1], found[2] or "", float(found[3])
-        position = re.search(r'position="(\d+)"', labels)
+        position = re.search(r'position="(\d{1,3})"', labels)
         if name == _PER_POSITION and position is not None:
             positions[int(position[1])] = positions.get(int(position[1]), 0) + int(value)
         else:

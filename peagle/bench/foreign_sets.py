@@ -88,7 +88,7 @@ def _first_turn(turns: Any, where: str) -> list[dict[str, str]]:
         said = turn.get("value", turn.get("content")) if isinstance(turn, Mapping) else None
         if not isinstance(turn, Mapping) or not isinstance(said, str):
             raise PeagleError(f"{where}: every turn needs 'from' and 'value', or 'role' and 'content', as text")
-        role = _ROLES.get(turn.get("from", turn.get("role")), "assistant")
+        role = _ROLES.get(str(turn.get("from", turn.get("role"))), "assistant")
         if role == "assistant" or not said.strip():
             return []
         messages.append({"role": role, "content": said})
@@ -120,6 +120,8 @@ def _read_json(path: Path) -> Iterator[Row]:
 def _local_rows(path: Path, split: str | None) -> Iterator[Row]:
     for file in _data_files(path, split):
         if file.suffix == ".parquet":
+            if find_spec("pyarrow") is None:
+                raise PeagleError(f"{file} needs pyarrow to be read: pip install pyarrow, or convert it to .jsonl")
             import pyarrow.parquet as parquet
 
             try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -177,7 +178,7 @@ def _result_path(config: BenchServeConfig, measured: Measured) -> Path:
     folder = Path(config.result_dir or ".")
     if config.result_filename:
         return folder / config.result_filename
-    model = measured.server.model.rstrip("/").rsplit("/", 1)[-1]
+    model = re.sub(r"[^\w.-]", "-", measured.server.model.rstrip("/").rsplit("/", 1)[-1])[:100]
     return folder / f"serve-{model}-{config.dataset_name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
 
 

@@ -39,9 +39,9 @@ async def read_server(session: "aiohttp.ClientSession", config: BenchServeConfig
     try:
         models = json.loads(text)["data"]
         names = [model["id"] for model in models]
-    except (ValueError, KeyError, TypeError):
+        served = ", ".join(names) or "none"
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise PeagleError(f"{config.server}/v1/models is no list of models: check --base-url") from None
-    served = ", ".join(names) or "none"
     if config.model is not None and config.model not in names:
         raise PeagleError(f"model {config.model!r} is not served at {config.server}: there is {served}; use --model")
     if config.model is None and len(names) != 1:
@@ -78,7 +78,7 @@ async def _version(session: "aiohttp.ClientSession", config: BenchServeConfig) -
             status, text = await _get(session, config.server + path, config)
             if status == 200:
                 return str(json.loads(text)[key])
-        except (PeagleError, ValueError, KeyError, TypeError):
+        except (PeagleError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return None
 

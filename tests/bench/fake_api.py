@@ -95,7 +95,7 @@ class FakeApi:
                 if prompt == "error":
                     await send({"error": {"message": "the engine fell over"}})
                     return response
-                if prompt.startswith("event "):
+                if str(prompt).startswith("event "):
                     await response.write(b"data: " + prompt[6:].encode() + b"\n\n")
                 if prompt == "garbage":
                     await response.write(b"data: {not json\n\n")

@@ -32,7 +32,8 @@ def bench(api, folder, **settings):
     """(exit status, result file) of a run."""
     chosen = {"base_url": api.url, "result_dir": str(folder), "result_filename": "out.json", **settings}
     status = run_bench_serve(BenchServeConfig(**chosen), QUIET)
-    return status, read_result(folder / "out.json")
+    (written,) = folder.glob("*.json")
+    return status, read_result(written)
 
 
 def test_a_whole_run(tmp_path, capsys):
@@ -111,8 +112,8 @@ def test_failures_are_counted_by_kind_and_averaged_nowhere(tmp_path, capsys):
     "event",
     [
         *(
-            '{"choices": [], "usage": {"prompt_tokens": %s, "completion_tokens": %s}}' % numbers
-            for numbers in [(3, '"four"'), (3, -4), (3, 2.5), (3, "NaN"), (3, "1e999"), (3, 10**12), ('"x"', 4)]
+            f'{{"choices": [], "usage": {{"prompt_tokens": {asked}, "completion_tokens": {said}}}}}'
+            for asked, said in [(3, '"four"'), (3, -4), (3, 2.5), (3, "NaN"), (3, "1e999"), (3, 10**12), ('"x"', 4)]
         ),
         '{"peagle": {"rounds": 1, "draft_tokens": "3", "accepted_tokens": 1, "accepted_per_position": [1]}}',
         '{"peagle": {"rounds": 1, "draft_tokens": 3, "accepted_tokens": 1, "accepted_per_position": [null]}}',
@@ -246,6 +247,17 @@ def test_the_report_explains_what_it_shows(tmp_path, capsys):
 def test_what_is_no_api(tmp_path):
     with fake_api() as api, pytest.raises(PeagleError, match="/v1/models answers HTTP 404"):
         bench(api, tmp_path, **custom(tmp_path, "x"), **{"base_url": api.url + "/elsewhere"})
+
+
+def test_names_of_models_that_are_none(tmp_path):
+    with fake_api(models=(5,)) as api, pytest.raises(PeagleError, match="is no list of models"):
+        bench(api, tmp_path, **custom(tmp_path, "x"))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "\ud800", "a\nb"], ids=["nul", "long", "half", "lines"])
+def test_any_name_of_a_model_makes_the_name_of_a_file(tmp_path, name):
+    with fake_api(models=(name,)) as api:
+        bench(api, tmp_path, **custom(tmp_path, "x"), result_filename=None, save_result=True)
 
 
 def test_a_failed_warm_up_stops_the_run(tmp_path):

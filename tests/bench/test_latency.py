@@ -154,6 +154,9 @@ def test_counters_of_vllm():
 
 def test_acceptance_that_is_not_reported():
     assert parse_counters("process_cpu_seconds_total 4\nvllm:num_requests_running 1\n") is None
+    for number in ("1e", "+-", "1e999", "9" * 999, "NaN"):
+        assert parse_counters(re.sub(r"(num_drafts\S*) \S+", rf"\1 {number}", COUNTERS)) is None
+    assert max(parse_counters(COUNTERS.replace('position="0"', f'position="{"9" * 12}"')).per_position) < 999
     found = parse_counters(COUNTERS)
     assert acceptance([answer(0.1)], None, found) is None
     assert acceptance([answer(0.1)], found, None) is None

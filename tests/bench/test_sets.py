@@ -120,6 +120,8 @@ def test_sharegpt(tmp_path):
     path.write_text("[{]")
     with pytest.raises(PeagleError, match="not valid JSON"):
         loaded(**file)
+    path.write_text(json.dumps([{"conversations": [human]}, {"conversations": [human | {"from": ["human"]}]}]))
+    assert texts(loaded(**file)) == ["hello"]  # the other one is begun by nobody that is known
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,13 @@ def test_a_local_copy_of_a_hub_data_set(tmp_path, columns):
 def test_missing_columns_are_named(tmp_path):
     parquet.write_table(pa.table({"image": ["x"], "label": [1]}), tmp_path / "x.parquet")
     with pytest.raises(PeagleError, match=r"x\.parquet, row 1: has none of the columns turns.*only image, label"):
+        loaded(dataset_name="hf", dataset_path=str(tmp_path / "x.parquet"))
+
+
+def test_without_the_library_that_reads_parquet(tmp_path, monkeypatch):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr("peagle.bench.foreign_sets.find_spec", lambda name: None)
+    with pytest.raises(PeagleError, match=r"x\.parquet needs pyarrow to be read: pip install pyarrow"):
         loaded(dataset_name="hf", dataset_path=str(tmp_path / "x.parquet"))
 
 
