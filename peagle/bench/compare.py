@@ -9,11 +9,12 @@ from typing import Any, Literal
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from peagle.bench.report import read_result
 from peagle.bench.result_figures import Figure, Key, depends_on_amount, direction, figures_by_row, other_amounts
 from peagle.bench.statistics import Interval
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, one_line
 from peagle.meter import say
 
 REGRESSION_STATUS = 1
@@ -107,9 +108,15 @@ def run_compare(
     """Read, compare, print; the exit status of the command."""
     if fail_on_regression is not None and not fail_on_regression >= 0:
         raise PeagleError(f"--fail-on-regression is {fail_on_regression}: give a percentage of at least 0")
-    found = compare(read_result(first), read_result(second))
+    results = read_result(first), read_result(second)
+    try:
+        found = compare(*results)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # edited by hand
+        raise PeagleError(
+            f"{first} or {second} holds what peagle does not write ({one_line(error)}): give files that nobody edited"
+        ) from error
     for warning in found.warnings:
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
     verdicts = [change.verdict for change in found.changes]
     shown = [change for change in found.changes if show_all or change.telling]
     if shown:
@@ -194,13 +201,13 @@ def _table(changes: Sequence[Change], first: str, second: str) -> Table:
     table.add_column("row")
     table.add_column("figure")
     for heading in (first, second, "change", "95 %", ""):
-        table.add_column(heading, justify="right")
+        table.add_column(Text(heading), justify="right")
     for change in changes:
         interval, percent = change.difference, change.percent
         bounds = "" if interval is None else f"[{interval.low:+.4g}, {interval.high:+.4g}]"
         table.add_row(
-            " ".join(change.row),
-            change.name,
+            Text(" ".join(change.row)),  # no markup, whatever somebody calls a model
+            Text(change.name),
             f"{change.before:.5g}",
             f"{change.after:.5g}",
             "" if percent is None else f"{percent:+.1f} %",

@@ -166,6 +166,37 @@ def test_numbers_of_a_list_share_a_line_and_texts_stay(tmp_path):
     assert json.loads(path.read_text())["results"]["rows"] == [row]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompts": "many"}, {"prompts": float("nan")}, {"concurrency": [1]}, {"suite": ["mt_bench"]},
+        {"tokens_per_second_repeats": [1, "two", 3]}, {"tokens_per_second_interval": [1]}, {"seconds": 10**400},
+        {"acceptance_length": 2.0, "per_request": "1 of 2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_nobody_measures_is_said_and_no_traceback(tmp_path, change):
+    rows = [speed(100, 1, [99.0, 100.0, 101.0], prompts=9)]
+    good, edited = write(tmp_path / "a.json", rows), write(tmp_path / "b.json", [rows[0] | change])
+    for pair in ((good, edited), (edited, edited)):
+        with pytest.raises(PeagleError, match=r"b\.json holds what peagle does not write"):
+            run_compare(*pair, Console())
+
+
+def test_names_are_no_markup(tmp_path, capsys):
+    paths = []
+    for value in (100, 50):
+        settings = SETTINGS | {"dataset_path": f"[/red] {value}"}
+        paths.append(tmp_path / f"[bold]{value}.json")
+        write_result(paths[-1], "eval-a", settings, {"rows": [speed(value, 1, model="[/red] of [bold] kind")]})
+    run_compare(*paths, Console(width=200))
+    run_compare(*paths[:1], write(tmp_path / "c.json", [speed(9, 1, model="[/x]")]), Console(width=200))
+    text = capsys.readouterr().out
+    assert "[/red] of [bold] kind" in text
+    assert "[bold]50.json" in text
+    assert "settings differ in dataset_path: [/red] 100 -> None" in text
+
+
 def test_bad_input_is_named(tmp_path):
     good = write(tmp_path / "a.json", [speed(1)])
     with pytest.raises(PeagleError, match="no row in common"):
