@@ -38,6 +38,9 @@ _REFUSED = {
     "io_uring_setup": (425, 425), "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "acct": (163, 89), "quotactl": (179, 60), "iopl": (172, -1), "ioperm": (173, -1),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "adjtimex": (159, 171), "clock_adjtime": (305, 266), "syslog": (103, 116),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442),
 }  # fmt: skip
 # Calls whose arguments decide: (numbers, argument, how it is tested, value); "any" and "equal" refuse, "none" refuses
@@ -49,6 +52,8 @@ _JUDGED = (
     ((257, 56), 2, "any", _WRITES),  # openat
     ((56, 220), 0, "none", _CLONE_THREAD),  # clone: threads may be, processes not
     ((16, 29), 1, "equal", _TIOCSTI),  # ioctl that types into a terminal
+    *(((72, 25), 1, "equal", command) for command in (8, 15)),  # fcntl that lets SIGIO go to others: F_SETOWN, ..._EX
+    *(((16, 29), 1, "equal", request) for request in (0x8901, 0x8902)),  # ioctl that does: FIOSETOWN, SIOCSPGRP
 )
 # Newer forms whose arguments a filter cannot read: said not to exist, so that libraries take the older ones.
 _ABSENT = ((435, 435), (437, 437))  # clone3, openat2

@@ -71,6 +71,13 @@ def test_time_memory_and_output_are_limited():
         "open('here', 'w')",
         "import os; os.mkdir('here')",
         "import os; os.open(os.devnull, os.O_RDWR)",
+        "import os; os.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))",
+        "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), os.getpriority(os.PRIO_PROCESS, os.getppid()))",
+        "import os; os.sched_setscheduler(os.getppid(), os.SCHED_OTHER, os.sched_param(0))",
+        "import socket; socket.sethostname(socket.gethostname()) if socket.gethostname() else exit()",
+        "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getpid())",  # SIGIO would end another process
+        "import fcntl, os, struct; fcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, os.getpid()))",  # F_SETOWN_EX
+        "import fcntl, socket, struct; fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', 1))",  # FIOSETOWN
         "import ctypes, os; assert ctypes.CDLL(None).syscall(437, -100, b'x', 0, 0) >= 0",  # openat2
     ],
 )
