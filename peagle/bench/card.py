@@ -1,5 +1,6 @@
 """Whether a head accepts what its card says: `acceptance.json` in its folder, the result file of an earlier run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,24 @@ def read_card(head: Path, given: Path | None) -> Json | None:
     if given is None and not path.is_file():
         return None
     card = read_result(path)
-    rows = card["results"].get("rows", ())
-    if not rows or not all(isinstance(row, dict) and {"suite", "acceptance_length"} <= set(row) for row in rows):
+    try:  # now, not after hours of measuring
+        usable = card["results"]["rows"] and all(map(_is_comparable, card["results"]["rows"]))
+        usable = usable and all(isinstance(about, dict) for about in card["settings"].get("datasets", {}).values())
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        usable = False
+    if not usable:
         raise PeagleError(f"{path} holds no acceptance per prompt set: give what `peagle eval` wrote")
     return card
+
+
+def _is_comparable(row: Json) -> bool:
+    """Whether a card's row has all that a comparison reads of it. Raises what reading anything else raises."""
+    numbers = [row[name] for name in ("num_speculative_tokens", "temperature", "acceptance_length", "prompts")]
+    packed = row.get("per_request")
+    finite = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    return (
+        finite and isinstance(row["suite"], str) and (packed is None or len(unpack_requests(packed)[0]) == numbers[3])
+    )
 
 
 def compare_with_card(

@@ -19,6 +19,7 @@ from peagle.bench.prompt_sets import NamedSet, load_sets
 from peagle.bench.report import check_result_path, command_line, read_result, write_result
 from peagle.bench.sandbox import confinement
 from peagle.bench.settings import EvalConfig
+from peagle.bench.signals import ending_on_sigterm
 from peagle.devices import resolve_dtype, resolve_engine_device
 from peagle.drafters.checkpoint import load_drafter, resolve_head
 from peagle.drafters.eagle3 import Eagle3Drafter
@@ -39,7 +40,7 @@ def run_eval(
     """Measure, print, write the result file; the exit status of the command.
 
     Raises PeagleError for bad input before anything is loaded. After Ctrl-C what is finished is in the file, marked
-    partial, and KeyboardInterrupt goes on.
+    partial, and KeyboardInterrupt goes on; SIGTERM likewise.
     """
     path = resolve_head(head)
     sets = load_sets(config.prompt_sets, config.limit)
@@ -75,9 +76,9 @@ def run_eval(
         return bool(results["rows"])
 
     try:
-        with meter:
+        with meter, ending_on_sigterm():
             evaluation.run(lambda: save(partial=True))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         kept = f"what was finished is in {out}, marked partial"
         meter.say(f"Stopped: {kept if save(partial=True) else 'nothing was finished, there is no result'}")
         raise

@@ -25,3 +25,20 @@ def signals_put_back() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM ends what runs as Ctrl-C does, with its own exit status."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

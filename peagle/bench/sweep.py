@@ -7,11 +7,8 @@ a server loads; and plots.
 import hashlib
 import json
 import random
-import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from rich.console import Console
 from peagle.bench.closed_loop import Run
 from peagle.bench.prompt_sets import find_set
 from peagle.bench.report import check_result_path, command_line, provenance, write_result
+from peagle.bench.signals import ending_on_sigterm
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
@@ -137,7 +135,7 @@ class Sweep:
         if len(todo) < len(plan):
             say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
         try:
-            with _ending_on_sigterm():
+            with ending_on_sigterm():
                 if todo:
                     self._warm_up(sorted({cell.setup for _, cell in todo}))
                 left = self._run(todo)
@@ -215,23 +213,6 @@ class Sweep:
         written = [self._out] if self._synthetic else [self._out, *write_k_tables(whole, self._out)]
         written += _plots(rows, self._out, self._console, "SYNTHETIC acceptance" if self._synthetic else "")
         say(self._console, "wrote " + ", ".join(map(str, written)))
-
-
-@contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM ends what runs as Ctrl-C does, with its own exit status."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 class _Estimate:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -109,18 +110,22 @@ def test_a_changed_answer_fails(tiny, tmp_path, monkeypatch, capsys):
     assert (row["equal"], row["first_divergence"], row["explained"]) == (2, 4, False)
 
 
-def test_an_interrupted_run_keeps_the_sets_that_were_finished(tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("number", "ended"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_interrupted_run_keeps_the_sets_that_were_finished(tiny, tmp_path, monkeypatch, capsys, number, ended):
     original, done = evaluation.Evaluation._count, []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job of the background lacks
 
     def count(self, output):
         original(self, output)
         done.append(output)
         if len(done) == 8 + 3 + 2:  # K = 2 at T = 0, without drafts, and two of eight answers at T = 1
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(evaluation.Evaluation, "_count", count)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ended) as error:
         evaluate(tiny, tmp_path / "a.json")
+    signal.signal(signal.SIGINT, before)
+    assert ended is KeyboardInterrupt or error.value.code == 128 + signal.SIGTERM
     result = read_result(tmp_path / "a.json")
     assert result["settings"]["partial"] is True
     assert [(r["num_speculative_tokens"], r["temperature"]) for r in result["results"]["rows"]] == [(2, 0)]
@@ -294,6 +299,21 @@ def test_bad_input_is_named_before_anything_is_loaded(tiny, tmp_path, monkeypatc
         evaluate(tiny, tmp_path)
     with pytest.raises(PeagleError, match="does not exist"):
         run_eval("no such head", str(model), CONFIG, Console())
+    card, row = tmp_path / "card.json", {"suite": "chats", "temperature": 0.0, "prompts": 8, "acceptance_length": 2.0}
+    row |= {"num_speculative_tokens": 2, "per_request": " ".join(["1/2"] * 8)}
+    for part in (
+        {"prompts": None},
+        {"temperature": "warm"},
+        {"suite": [1]},
+        {"per_request": "1/2"},
+        {"per_request": 5},
+    ):
+        write_result(card, "acceptance", {"max_tokens": 12}, {"rows": [row, row | part]})
+        with pytest.raises(PeagleError, match=r"card\.json holds no acceptance per prompt set"):
+            run_eval(str(tiny[1]), str(model), replace(CONFIG, sets=(str(prompts),)), Console(), card=card)
+    write_result(card, "acceptance", {"datasets": [1]}, {"rows": [row]})
+    with pytest.raises(PeagleError, match="holds no acceptance"):
+        run_eval(str(tiny[1]), str(model), replace(CONFIG, sets=(str(prompts),)), Console(), card=card)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a"}\n{"question": "b"}\n')
     with pytest.raises(PeagleError, match=r"bad\.jsonl:2"):
