@@ -189,7 +189,8 @@ def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dic
     settings = {
         "command": _command(sys.argv),
         **given,
-        "url": config.server + config.path,
+        "base_url": config.base_url and _without_password(config.base_url),
+        "url": _without_password(config.server + config.path),
         "prompts": {
             "source": dataset.source, "rows": dataset.rows, "sent": len(dataset.prompts), "sha256": dataset.digest,
             "file_sha256": _file_digest(config.dataset_path), "warnings": list(dataset.warnings),
@@ -215,4 +216,9 @@ def _command(arguments: Sequence[str]) -> str:
             shown[index + 1] = "..."
         elif argument.startswith("--api-key="):
             shown[index] = "--api-key=..."
-    return command_line(shown)
+    return _without_password(command_line(shown))
+
+
+def _without_password(text: str) -> str:
+    """A text whose URLs name no user."""
+    return re.sub(r"(https?://)[^/@\s]*@", r"\1", text)

@@ -32,6 +32,7 @@ OWN_OUTPUT_LEN: Mapping[str, str] = MappingProxyType(
 WITHOUT_EFFECT = ("tokenizer", "trust_remote_code")  # of vLLM's benchmark, for its command lines' sake
 METRICS = ("ttft", "tpot", "itl", "chunk", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+_SLOWEST = 1e-6  # requests per second times burstiness
 DEFAULT_OUTPUT_LEN = 256
 ACCURACY_TASKS = ("humaneval", "gsm8k")
 
@@ -138,6 +139,11 @@ class BenchServeConfig:
     def _check_rest(self) -> None:
         if not self.request_rate > 0:
             raise PeagleError(f"request_rate is {self.request_rate}: give requests per second above 0, or inf")
+        if self.request_rate * self.burstiness < _SLOWEST:
+            raise PeagleError(
+                f"request_rate {self.request_rate} with burstiness {self.burstiness} leaves years between requests: "
+                f"their product must be at least {_SLOWEST}"
+            )
         if self.top_k is not None and self.top_k < -1:
             raise PeagleError(f"top_k is {self.top_k}: give 1 or more, or 0 or -1 for off")
         for metric in self.percentile_metrics:
@@ -155,6 +161,8 @@ class BenchServeConfig:
         limits: dict[str, float] = {}
         for part in (self.goodput or "").replace(",", " ").split():
             name, colon, value = part.partition(":")
+            if name in limits:
+                raise PeagleError(f"goodput has {name} twice: give one limit")
             try:
                 limits[name] = float(value)
             except ValueError:
@@ -168,7 +176,8 @@ class BenchServeConfig:
     @property
     def server(self) -> str:
         """URL of the server, without the path of the API and without a slash."""
-        url = self.base_url or f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host  # IPv6
+        url = self.base_url or f"http://{host}:{self.port}"
         return url.rstrip("/").removesuffix("/v1")
 
     @property

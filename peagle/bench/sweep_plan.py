@@ -89,9 +89,14 @@ class RunFile:
             entry = _parsed(line)
             if entry is None:
                 continue
-            cell = Cell(entry["dataset"], entry["concurrency"], Setup(entry["method"], entry["k"]))
-            if entry["settings"] == self._key_of(cell):
-                yield entry["repeat"], cell, _run(entry)
+            try:
+                cell = Cell(entry["dataset"], entry["concurrency"], Setup(entry["method"], entry["k"]))
+                if entry["settings"] == self._key_of(cell):
+                    yield entry["repeat"], cell, _run(entry)
+            except (KeyError, TypeError) as error:
+                raise PeagleError(
+                    f"{self.path} has a line that is no run ({error!r}): mend it, or move the file away"
+                ) from None
 
     def add(self, repeat: int, cell: Cell, run: Run) -> None:
         """Append a run. Raises PeagleError when the disk does not take it."""

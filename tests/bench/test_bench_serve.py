@@ -328,3 +328,32 @@ def test_the_announcements_command_lines(tmp_path):
             assert f"{count} of {count} requests" in ran.stdout
             assert len(api.bodies) == count
             assert {(body["max_tokens"], body["temperature"]) for body in api.bodies} == {(2048, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"goodput": "ttft:100 ttft:5"}, "goodput has ttft twice"),
+        ({"request_rate": 1e-200, "burstiness": 1e-200}, "leaves years between requests"),
+    ],
+)
+def test_settings_that_make_no_load(settings, message):
+    with pytest.raises(PeagleError, match=message):
+        BenchServeConfig(**settings)
+
+
+def test_an_ipv6_host_stands_in_brackets():
+    assert (
+        BenchServeConfig(host="::1", port=80).server
+        == BenchServeConfig(host="[::1]", port=80).server
+        == "http://[::1]:80"
+    )
+
+
+def test_a_password_in_the_url_stays_out_of_the_result(tmp_path, monkeypatch):
+    with fake_api() as api:
+        url = api.url.replace("http://", "http://me:hush@")
+        monkeypatch.setattr("sys.argv", ["peagle", "bench", "serve", "--base-url", url])
+        status, result = bench(api, tmp_path, **custom(tmp_path, "a question"), base_url=url)
+    assert status == 0
+    assert "hush" not in json.dumps(result)

@@ -239,6 +239,11 @@ def test_runs_survive_their_file(tmp_path):
     assert (repeat, back, run) == (1, cell, made_up(cell.setup, 4))
     assert not list(RunFile(tmp_path / "r.json", lambda cell: "other").read())
     assert not list(RunFile(tmp_path / "none.json", lambda cell: "").read())
+    file.path.write_text(
+        json.dumps({"settings": cell.label, "dataset": "a", "concurrency": 4, "method": P_EAGLE, "k": 3})
+    )
+    with pytest.raises(PeagleError, match=r"r\.runs\.jsonl has a line that is no run"):
+        list(file.read())
 
 
 @pytest.fixture(scope="module")
