@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.fused_linear import LEAST_COLUMNS
+from peagle.kernels.swiglu_triton import silu_times
 
 _PROGRAMS = 96  # at least, where columns allow: an H200 has 132 multiprocessors
 _MOST_COLUMNS = 32  # of a program
@@ -157,7 +158,7 @@ def _gated_linear_tile(out_RF: tl.tensor, x_RH: tl.tensor, norm_H: tl.tensor, we
         COLUMNS, SLICES, STEP, STAGES, True, NORM_FIRST, BIAS,
     ).to(tl.float32)  # fmt: skip
     gate_RO, up_RO = tl.split(tl.reshape(total_RG, [ROWS, OWN, 2]))
-    out_RO = tl.div_rn(gate_RO, 1.0 + tl.exp(-gate_RO)).to(dtype).to(tl.float32) * up_RO
+    out_RO = silu_times(gate_RO, up_RO, dtype)
     column_O = tl.program_id(0) * OWN + tl.arange(0, OWN)
     at_RO = row_R.to(tl.int64)[:, None] * OUT + column_O[None]
     tl.store(out_RF + at_RO, out_RO.to(dtype), mask=live_R[:, None] & (column_O < OUT)[None])

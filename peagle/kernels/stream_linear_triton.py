@@ -14,6 +14,7 @@ from torch import Tensor
 
 from peagle.kernels.early_launch import launches_early, prefetch_rows, wait_for_previous
 from peagle.kernels.stream_ring import prefers_ring
+from peagle.kernels.swiglu_triton import silu_times
 
 _COLUMNS = 64  # of a tile: as many as Hopper's tensor cores multiply at once
 _PROGRAMS = 128  # at least, where the inputs can be cut: an H200 has 132 multiprocessors
@@ -85,7 +86,7 @@ def _stream_tile(
         dtype: tl.constexpr = out.dtype.element_ty
         wide_GR = acc_GR.to(dtype).to(tl.float32)  # rounded as torch rounds the layer's output
         gate_OR, up_OR = tl.split(tl.permute(tl.reshape(wide_GR, [OWN, 2, ROWS]), (0, 2, 1)))
-        total_OR = tl.div_rn(gate_OR, 1.0 + tl.exp(-gate_OR)).to(dtype).to(tl.float32) * up_OR
+        total_OR = silu_times(gate_OR, up_OR, dtype)
     else:
         total_OR = acc_GR
     column_O = tl.program_id(0) * OWN + tl.arange(0, OWN)

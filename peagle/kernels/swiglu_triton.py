@@ -9,15 +9,20 @@ _BLOCK = 1024
 
 
 @triton.jit
+def silu_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up in float32, silu rounded to `dtype`."""
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
 def _silu_mul(out_RF: tl.tensor, gate_up_RF: tl.tensor, row_stride: tl.int64, SIZE: tl.constexpr,
               BLOCK: tl.constexpr) -> None:  # fmt: skip
     row, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = f < SIZE
-    dtype = out_RF.dtype.element_ty
+    dtype: tl.constexpr = out_RF.dtype.element_ty
     gate = tl.load(gate_up_RF + row * row_stride + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_RF + row * row_stride + SIZE + f, mask=inside, other=0.0).to(tl.float32)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
-    tl.store(out_RF + row * SIZE + f, (silu * up).to(dtype), mask=inside)
+    tl.store(out_RF + row * SIZE + f, silu_times(gate, up, dtype).to(dtype), mask=inside)
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
