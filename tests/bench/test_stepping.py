@@ -109,13 +109,15 @@ def test_the_trace_is_kept(tmp_path):
     assert (tmp_path / "new" / "trace.json").is_file()
 
 
-@pytest.mark.parametrize("steps", [1, 8, 32])
-def test_a_profile_leaves_room_for_a_request_whose_drafts_are_all_kept_beside_one_that_keeps_none(steps: int):
+@pytest.mark.parametrize(("steps", "requests", "prompt"), [(1, 2, 128), (32, 2, 128), (8, 20, 8192)])
+def test_a_profile_leaves_room_for_a_request_whose_drafts_are_all_kept_beside_one_that_keeps_none(
+    steps: int, requests: int, prompt: int
+):
     """The first has decoded long before the second has emitted what it takes to settle."""
-    config, drafts = ProfileConfig(concurrency=2, steps=steps), 5
-    length = profiling._needed_length(config, SimpleNamespace(max_position_embeddings=8192), drafts)
+    config, drafts = ProfileConfig(concurrency=requests, steps=steps, prompt_tokens=prompt), 5
+    length = profiling._needed_length(config, SimpleNamespace(max_position_embeddings=1 << 20), drafts)
     engine = FakeEngine(per_step=1)
-    batch = Decoding(engine, [[1] * 128] * 2, params(length - config.prompt_tokens), clock_of(engine))
+    batch = Decoding(engine, [[1] * prompt] * requests, params(length - config.prompt_tokens), clock_of(engine))
     lucky, step = engine.core.requests[0], engine.core.step
 
     def uneven():
