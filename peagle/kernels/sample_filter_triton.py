@@ -24,11 +24,12 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read at import, as T
 _BLOCK = 1024  # columns per turn of the loop
 _PROGRAMS = 2048  # sixteen for each multiprocessor of a large GPU
 _MOST_PARTS = 64  # of a row
-_GROUPS = 1024  # of a row's logits, a power of two, at most a block
-_RANK = 640  # of the border among the groups' maxima: about as many logits reach it as there are groups
-_ROOM = 2048  # logits that can be collected of a row
+_GROUPS = 2048  # of a row's logits, a power of two; the border is the maximum that three quarters of them reach
+_ROOM = 4096  # logits that can be collected of a row; about 1.4 a group reach the border
 _KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of a float32 that these do not use
+_RUN = tl.constexpr(64)  # neighbours that a part of a row has together, so that parts are as likely as each other
 _STAGES = tl.constexpr(3)  # turns whose loads are on their way
+_LINEAR_STEPS = tl.constexpr(8)  # of a row's search, before ever smaller numbers near 0 count as far apart
 _UNIT = tl.constexpr(MASS_UNIT)
 _WEIGHTLESS = tl.constexpr(40.0)  # a token less likely by a factor of e to this has no mass: a first guess
 
@@ -64,6 +65,13 @@ def _mass(scaled: tl.tensor, highest: tl.tensor, floor: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _columns_of(part: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """A part's columns among the first parts * BLOCK of a row."""
+    lane_B = tl.arange(0, BLOCK)
+    return (lane_B // _RUN * parts + part) * _RUN + lane_B % _RUN
+
+
+@triton.jit
 def _filters_of(row: tl.tensor, filters: tl.tuple, vocab: tl.int32, MIN_P: tl.constexpr) -> tuple:
     """A row's temperature, k (0 is off), p (1 is off), logarithm of min-p (-inf is off), and whether any is on."""
     temperature_R, top_k_R, top_p_R, log_min_p_R = filters
@@ -89,9 +97,7 @@ def _least_of(
 
 
 @triton.jit
-def _weight_of_row(
-    row: tl.tuple, floor: tl.tensor, least: tl.tensor, MASS: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
+def _weigh(row: tl.tuple, floor: tl.tensor, least: tl.tensor, MASS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Number of the row's logits that are at least `least`, or their mass."""
     z_V, vocab, temperature, highest = row
     sum_B = tl.zeros([BLOCK], tl.int64 if MASS else tl.int32)
@@ -107,22 +113,19 @@ def _weight_of_row(
 
 @triton.jit
 def _least_of_row(
-    row: tl.tuple,
-    floor: tl.tensor,
-    goal: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    guess: tl.tensor,
-    MASS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    row: tl.tuple, floor: tl.tensor, goal: tl.tensor, low: tl.tensor, high: tl.tensor, guess: tl.tensor,
+    MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """`_least_of` all logits of a row, a reading of it for each step; the first step looks at the key `guess`."""
-    middle = tl.minimum(tl.maximum(guess, low + 1), high)
+    step, middle = 0, tl.minimum(tl.maximum(guess, low + 1), high)
     while low < high:
-        enough = _weight_of_row(row, floor, _value(middle, SHIFT), MASS, BLOCK) >= goal
+        enough = _weigh(row, floor, _value(middle, SHIFT), MASS, BLOCK) >= goal
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-        middle = (low | high) - ((low ^ high) >> 1)
+        mean = 0.5 * _value(low, SHIFT) + 0.5 * _value(high, SHIFT)
+        step += 1
+        by_value = (step < _LINEAR_STEPS) & (mean > -float("inf"))
+        middle = tl.where(by_value, _key(mean, SHIFT), (low | high) - ((low ^ high) >> 1))
+        middle = tl.minimum(tl.maximum(middle, low + 1), high)
     return low
 
 
@@ -130,6 +133,7 @@ def _least_of_row(
 def _maxima_of_groups(
     maxima_RG: tl.tensor,
     count_R: tl.tensor,
+    mass_R: tl.tensor,
     logits_RV: tl.tensor,
     logits_stride: tl.int64,
     temperature_R: tl.tensor,
@@ -142,18 +146,19 @@ def _maxima_of_groups(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The first reading. Groups are spread over the row: neighbours in a vocabulary are likely together."""
+    """The first reading. A group is spread over the row: tokens of near ids tend to be likely together."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
         tl.store(count_R + row, 0)
+        tl.store(mass_R + row, 0)
     _temperature, _k, _p, _log_min_p, on = _filters_of(
         row, (temperature_R, top_k_R, top_p_R, log_min_p_R), vocab, MIN_P
     )
     if on == 0:
         return
     highest_B = tl.full([BLOCK], -float("inf"), tl.float32)
-    for start in tl.range(part * BLOCK, vocab, PARTS * BLOCK, num_stages=_STAGES):
-        column_B = start + tl.arange(0, BLOCK)
+    for start in tl.range(0, vocab, PARTS * BLOCK, num_stages=_STAGES):
+        column_B = start + _columns_of(part, PARTS, BLOCK)
         z_B = tl.load(logits_RV + row * logits_stride + column_B, mask=column_B < vocab, other=-float("inf"))
         z_B = z_B.to(tl.float32)
         highest_B = tl.where(z_B > highest_B, z_B, highest_B)  # a NaN is no maximum
@@ -166,7 +171,7 @@ def _maxima_of_groups(
 def _collect(
     collected_RC: tl.tensor,
     count_R: tl.tensor,
-    mass_RP: tl.tensor,
+    mass_R: tl.tensor,
     bounds_R2: tl.tensor,
     maxima_RG: tl.tensor,
     logits_RV: tl.tensor,
@@ -180,12 +185,11 @@ def _collect(
     GROUPS: tl.constexpr,
     RANK: tl.constexpr,
     ROOM: tl.constexpr,
-    PARTS: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The second reading: the logits that reach the border, in any order, and without top-k the mass of a part."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, k, p, log_min_p, on = _filters_of(row, (temperature_R, top_k_R, top_p_R, log_min_p_R), vocab, MIN_P)
     if on == 0:
         return
@@ -201,18 +205,19 @@ def _collect(
         return
     highest = tl.div_rn(highest, temperature)
     mass_B = tl.zeros([BLOCK], tl.int64)
-    for start in tl.range(part * BLOCK, vocab, PARTS * BLOCK, num_stages=_STAGES):
-        column_B = start + tl.arange(0, BLOCK)
+    for start in tl.range(0, vocab, parts * BLOCK, num_stages=_STAGES):
+        column_B = start + _columns_of(part, parts, BLOCK)
         z_B = tl.load(logits_RV + row * logits_stride + column_B, mask=column_B < vocab, other=-float("inf"))
         z_B = z_B.to(tl.float32)
         reaches_B = ((z_B >= border) & (z_B > -float("inf"))).to(tl.int32)
         reaching = tl.sum(reaches_B, axis=0)
-        if reaching > 0:  # places are taken in any order: what follows are sums of integers
+        if reaching > 0:  # atomic, in any order: what follows are sums of integers
             place_B = tl.atomic_add(count_R + row, reaching, sem="relaxed") + tl.cumsum(reaches_B, axis=0) - reaches_B
             tl.store(collected_RC + row * ROOM + place_B, z_B, mask=(reaches_B > 0) & (place_B < ROOM))
         if k == 0:
             mass_B += _mass(tl.div_rn(z_B, temperature), highest, highest + log_min_p)
-    tl.store(mass_RP + row * PARTS + part, tl.sum(mass_B, axis=0))
+    if k == 0:
+        tl.atomic_add(mass_R + row, tl.sum(mass_B, axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "log_min_p_R"])
@@ -220,7 +225,7 @@ def _narrow(
     threshold_R: tl.tensor,
     collected_RC: tl.tensor,
     count_R: tl.tensor,
-    mass_RP: tl.tensor,
+    mass_R: tl.tensor,
     bounds_R2: tl.tensor,
     logits_RV: tl.tensor,
     logits_stride: tl.int64,
@@ -231,7 +236,6 @@ def _narrow(
     vocab: tl.int32,
     MIN_P: tl.constexpr,
     ROOM: tl.constexpr,
-    PARTS: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -245,8 +249,7 @@ def _narrow(
         guess = _key(highest - _WEIGHTLESS * temperature, SHIFT)
         highest = tl.div_rn(highest, temperature)
         whole = (logits_RV + row * logits_stride, vocab, temperature, highest)
-        floor = highest + log_min_p
-        count = tl.load(count_R + row)
+        floor, count = highest + log_min_p, tl.load(count_R + row)
         held, all_there = count <= ROOM, border == -float("inf")
         place_C = tl.arange(0, ROOM)
         is_there_C = place_C < tl.where(held, count, 0)
@@ -265,11 +268,11 @@ def _narrow(
             mass_C = tl.where(is_there_C, _mass(tl.div_rn(z_C, temperature), highest, floor), 0)
             mass = tl.sum(mass_C, axis=0)
             if k == 0:
-                total = tl.sum(tl.load(mass_RP + row * PARTS + tl.arange(0, PARTS)), axis=0)
+                total = tl.load(mass_R + row)
             elif kth_is_there:
                 total = mass
             else:
-                total = _weight_of_row(whole, floor, -float("inf"), True, BLOCK)
+                total = _weigh(whole, floor, -float("inf"), True, BLOCK)
             goal = p.to(tl.float64) * total.to(tl.float64)
             if held & (mass.to(tl.float64) >= goal):
                 key = _least_of(z_C, mass_C, goal, low, high, SHIFT)
@@ -280,34 +283,27 @@ def _narrow(
 
 
 def filter_threshold_triton(logits_RV: Tensor, rows: RowSampling) -> Tensor:
-    """`peagle.sampling.filter_threshold` of logits before the temperature; greedy rows get -inf.
-
-    Rows of logits are contiguous.
-    """
+    """`peagle.sampling.filter_threshold` of contiguous rows before the temperature; -inf for greedy rows."""
     (count, vocab), device = logits_RV.shape, logits_RV.device
-    parts = _parts_of(count, vocab)
+    most = min(_MOST_PARTS, _GROUPS, triton.cdiv(_PROGRAMS, count), triton.cdiv(vocab, _BLOCK))
+    parts = 1 << (most.bit_length() - 1)
+    groups = min(_GROUPS, parts * _BLOCK)
     threshold_R, bounds_R2, collected_RC, maxima_RG = (
         torch.empty(size, dtype=torch.float32, device=device)
-        for size in ((count,), (count, 2), (count, _ROOM), (count, _GROUPS))
+        for size in ((count,), (count, 2), (count, _ROOM), (count, groups))
     )
-    count_R = torch.empty(count, dtype=torch.int32, device=device)
-    mass_RP = torch.empty((count, parts), dtype=torch.int64, device=device)
+    count_R, mass_R = (torch.empty(count, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
     log_min_p_R = rows.temperature if rows.min_p is None else rows.min_p.log()  # not read without
     filters = rows.temperature, rows.top_k, rows.top_p, log_min_p_R
     asked = logits_RV, logits_RV.stride(0), *filters, vocab, rows.min_p is not None
-    kinds = {"PARTS": parts, "BLOCK": _BLOCK}
-    found = {"ROOM": _ROOM, "SHIFT": _KEY_SHIFTS[logits_RV.dtype], **kinds}
+    sizes = {"ROOM": _ROOM, "SHIFT": _KEY_SHIFTS[logits_RV.dtype], "BLOCK": _BLOCK}
     with torch.cuda.device_of(logits_RV):
-        _maxima_of_groups[(count, parts)](maxima_RG, count_R, *asked, GROUPS=_GROUPS, **kinds, num_warps=4)
+        _maxima_of_groups[(count, parts)](
+            maxima_RG, count_R, mass_R, *asked, GROUPS=groups, PARTS=parts, BLOCK=_BLOCK, num_warps=4
+        )
         _collect[(count, parts)](
-            collected_RC, count_R, mass_RP, bounds_R2, maxima_RG, *asked, GROUPS=_GROUPS, RANK=_RANK, **found,
-            num_warps=4,
+            collected_RC, count_R, mass_R, bounds_R2, maxima_RG, *asked, GROUPS=groups, RANK=groups * 3 // 4,
+            **sizes, num_warps=4,
         )  # fmt: skip
-        _narrow[(count,)](threshold_R, collected_RC, count_R, mass_RP, bounds_R2, *asked, **found, num_warps=8)
+        _narrow[(count,)](threshold_R, collected_RC, count_R, mass_R, bounds_R2, *asked, **sizes, num_warps=8)
     return threshold_R
-
-
-def _parts_of(rows: int, vocab: int) -> int:
-    """Programs per row, a power of two: enough of them to fill the GPU, each with at least a block."""
-    most = min(_MOST_PARTS, _GROUPS, triton.cdiv(_PROGRAMS, rows), triton.cdiv(vocab, _BLOCK))
-    return 1 << (most.bit_length() - 1)
