@@ -37,8 +37,8 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("experts", r"_expert_tile|_packed_tile|^_route$|^_combine$|fused_moe|moe_align"),
         (
             "sampling",
-            r"_best_of|_scan_part|_narrow$|_settle$|_penalise|_apply_masks|sample|argmax|argmin|topk|\bsort|radix|softmax|"
-            r"gumbel|_?accept|rejection|exponential|multinomial",
+            r"_best_of|_scan_part|_maxima_of_groups|_collect$|_narrow$|_penalise|_apply_masks|sample|argmax|argmin|topk|"
+            r"\bsort|radix|softmax|gumbel|_?accept|rejection|exponential|multinomial",
         ),
         ("attention", r"attend|attention|flash|fmha|paged|_decode_tile|_merge_chunks|scaled_dot_product"),
         ("norm, rotation, gate", r"norm|rsqrt|rope|rotary|rotate|_fill_tables|silu|swiglu|act_and_mul"),

@@ -1,10 +1,13 @@
-"""Triton form of the sampling filters: the least logit that each row keeps, found without a sort.
+"""Triton form of the sampling filters: the least logit that each row keeps, found without a sort in two readings.
 
 Top-k and top-p both ask for the largest value v such that the weights of all logits >= v add up to a goal: k times a
-weight of one, or a share of the mass. The sum falls as v grows, so v is found digit by digit, from the bits of the
-float that matter most: a pass over the row sums the weights above each of 16 values of the next four bits. Programs
-share a row, and a pass starts by reading what all programs of the one before found. The sums are of integers
-(`peagle.sampling.MASS_UNIT`): neither the number of programs nor the rest of the batch changes them.
+weight of one, or a share of the mass. The sum falls as v grows, so v is found by halving the range that it lies in. A
+first reading finds the maxima of groups of logits. The r-th largest of them is a border that at least r logits reach,
+and not many more. A second reading collects these, and the halving looks at them alone. Where they are not enough, or
+too many to hold, it looks at all logits of the row, again and again: a flat row is slow, not wrong.
+
+Division by the temperature keeps the order, so values are halved as they are stored, in few steps if they have 16 bits.
+Sums are of integers (`peagle.sampling.MASS_UNIT`): neither the number of programs nor the batch changes them.
 """
 
 import os
@@ -15,16 +18,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from peagle.sampling import MASS_UNIT, RowSampling, min_p_floor
+from peagle.sampling import MASS_UNIT, RowSampling
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read at import, as Triton itself does
-_BLOCK = 512  # columns per turn of the loop
-_PROGRAMS = 528  # four for each multiprocessor of a large GPU
-_MOST_PARTS = 64  # of a row: each program reads the sums of all
-_PASSES = 8
-_DIGITS = tl.constexpr(16)
-_BITS = tl.constexpr(4)
+_BLOCK = 1024  # columns per turn of the loop
+_PROGRAMS = 2048  # sixteen for each multiprocessor of a large GPU
+_MOST_PARTS = 64  # of a row
+_GROUPS = 2048  # of a row's logits, a power of two; the border is the maximum that three quarters of them reach
+_ROOM = 4096  # logits that can be collected of a row; about 1.4 a group reach the border
+_KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of a float32 that these do not use
+_RUN = tl.constexpr(64)  # neighbours that a part of a row has together, so that parts are as likely as each other
+_STAGES = tl.constexpr(3)  # turns whose loads are on their way
+_LINEAR_STEPS = tl.constexpr(8)  # of a row's search, before ever smaller numbers near 0 count as far apart
 _UNIT = tl.constexpr(MASS_UNIT)
+_WEIGHTLESS = tl.constexpr(40.0)  # a token less likely by a factor of e to this has no mass: a first guess
 
 if _INTERPRETED:
 
@@ -38,154 +45,265 @@ else:
 
 
 @triton.jit
-def _key(z: tl.tensor) -> tl.tensor:
-    """An integer that orders as the floats do, uint32; both zeros have the same."""
-    bits = tl.where(z == 0.0, 0.0, z).to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
+def _key(z: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """An integer that orders as the floats do, int32; both zeros have the same."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
-def _value(key: tl.tensor) -> tl.tensor:
+def _value(key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """The float with this key."""
-    return tl.where((key >> 31) != 0, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
+    bits = key << SHIFT
+    return tl.where(bits < 0, bits ^ ((0x7FFFFFFF >> SHIFT) << SHIFT), bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _key_before(
-    step: tl.int32,
-    row: tl.tensor,
-    rows: tl.int32,
-    parts: tl.int32,
-    sums_SRPD: tl.tensor,
-    key_SR: tl.tensor,
-    goal: tl.tensor,
-    MASS: tl.constexpr,
-    PARTS_P2: tl.constexpr,
+def _mass(scaled: tl.tensor, highest: tl.tensor, floor: tl.tensor) -> tl.tensor:
+    """Integer masses of logits over the temperature, of those that reach `floor`."""
+    return tl.where(scaled >= floor, (_exp(scaled - highest) * _UNIT).to(tl.int64), 0)
+
+
+@triton.jit
+def _columns_of(part: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """A part's columns among the first parts * BLOCK of a row."""
+    lane_B = tl.arange(0, BLOCK)
+    return (lane_B // _RUN * parts + part) * _RUN + lane_B % _RUN
+
+
+@triton.jit
+def _filters_of(row: tl.tensor, filters: tl.tuple, vocab: tl.int32, MIN_P: tl.constexpr) -> tuple:
+    """A row's temperature, k (0 is off), p (1 is off), logarithm of min-p (-inf is off), and whether any is on."""
+    temperature_R, top_k_R, top_p_R, log_min_p_R = filters
+    temperature, k, p = tl.load(temperature_R + row), tl.load(top_k_R + row), tl.load(top_p_R + row)
+    k = tl.where((temperature > 0.0) & (k > 0) & (k < vocab), k, 0).to(tl.int32)
+    p = tl.where(temperature > 0.0, p, 1.0)
+    log_min_p = tl.full([], -float("inf"), tl.float32)
+    if MIN_P:
+        log_min_p = tl.where(temperature > 0.0, tl.load(log_min_p_R + row), log_min_p)
+    return temperature, k, p, log_min_p, (k > 0) | (p < 1.0) | (log_min_p > -float("inf"))
+
+
+@triton.jit
+def _least_of(
+    z_N: tl.tensor, weight_N: tl.tensor, goal: tl.tensor, low: tl.tensor, high: tl.tensor, SHIFT: tl.constexpr
 ) -> tl.tensor:
-    """The bits that the passes before `step` found, and zeros below them."""
-    key = tl.full([], 0, tl.uint32)
-    if step > 0:
-        part_P, digit_D = tl.arange(0, PARTS_P2), tl.arange(0, _DIGITS)
-        if MASS:  # the goal is a share of all there is, which is what the first pass found above zero
-            total_at = sums_SRPD + (row * parts + part_P) * _DIGITS
-            goal *= tl.sum(tl.load(total_at, mask=part_P < parts, other=0), axis=0).to(tl.float64)
-        at = (step - 1) * rows + row
-        sums_PD = sums_SRPD + (at * parts + part_P[:, None]) * _DIGITS + digit_D[None]
-        sum_D = tl.sum(tl.load(sums_PD, mask=(part_P < parts)[:, None], other=0), axis=0)
-        reached = tl.sum((sum_D.to(tl.float64) >= goal).to(tl.int32), axis=0)
-        digit = tl.maximum(reached - 1, 0)  # the sums fall, the first one reaches the goal; NaNs may break both
-        key = tl.load(key_SR + at).to(tl.uint32) + (digit.to(tl.uint32) << (32 - step * _BITS).to(tl.uint32))
-    return key
+    """The largest key in [low, high] whose value logits of as much weight as the goal reach, `low` where none."""
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # half of the sum, rounded up; the sum itself may not fit
+        enough = tl.sum(tl.where(z_N >= _value(middle, SHIFT), weight_N, 0), axis=0) >= goal
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    return low
 
 
-@triton.jit(
-    do_not_specialize=["part_blocks", "step"],
-    do_not_specialize_on_alignment=["temperature_R", "goal_R", "highest_R", "floor_R"],
-)
-def _narrow(
-    sums_SRPD: tl.tensor,
-    key_SR: tl.tensor,
+@triton.jit
+def _weigh(row: tl.tuple, floor: tl.tensor, least: tl.tensor, MASS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Number of the row's logits that are at least `least`, or their mass."""
+    z_V, vocab, temperature, highest = row
+    sum_B = tl.zeros([BLOCK], tl.int64 if MASS else tl.int32)
+    for start in tl.range(0, vocab, BLOCK, num_stages=_STAGES):
+        column_B = start + tl.arange(0, BLOCK)
+        z_B = tl.load(z_V + column_B, mask=column_B < vocab, other=float("nan")).to(tl.float32)
+        if MASS:
+            sum_B += tl.where(z_B >= least, _mass(tl.div_rn(z_B, temperature), highest, floor), 0)
+        else:
+            sum_B += (z_B >= least).to(tl.int32)
+    return tl.sum(sum_B, axis=0)
+
+
+@triton.jit
+def _least_of_row(
+    row: tl.tuple, floor: tl.tensor, goal: tl.tensor, low: tl.tensor, high: tl.tensor, guess: tl.tensor,
+    MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`_least_of` all logits of a row, a reading of it for each step; the first step looks at the key `guess`."""
+    step, middle = 0, tl.minimum(tl.maximum(guess, low + 1), high)
+    while low < high:
+        enough = _weigh(row, floor, _value(middle, SHIFT), MASS, BLOCK) >= goal
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        mean = 0.5 * _value(low, SHIFT) + 0.5 * _value(high, SHIFT)
+        step += 1
+        by_value = (step < _LINEAR_STEPS) & (mean > -float("inf"))
+        middle = tl.where(by_value, _key(mean, SHIFT), (low | high) - ((low ^ high) >> 1))
+        middle = tl.minimum(tl.maximum(middle, low + 1), high)
+    return low
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "log_min_p_R"])
+def _maxima_of_groups(
+    maxima_RG: tl.tensor,
+    count_R: tl.tensor,
+    mass_R: tl.tensor,
     logits_RV: tl.tensor,
     logits_stride: tl.int64,
     temperature_R: tl.tensor,
-    goal_R: tl.tensor,
-    highest_R: tl.tensor,
-    floor_R: tl.tensor,
+    top_k_R: tl.tensor,
+    top_p_R: tl.tensor,
+    log_min_p_R: tl.tensor,
     vocab: tl.int32,
-    part_blocks: tl.int32,
-    step: tl.int32,
-    MASS: tl.constexpr,
+    MIN_P: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS_P2: tl.constexpr,
 ) -> None:
-    """One pass: sums of the weights above each value of the next digit, over a part of the row."""
+    """The first reading. A group is spread over the row: tokens of near ids tend to be likely together."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    rows, parts = tl.num_programs(0), tl.num_programs(1)
-    goal = tl.load(goal_R + row)
-    if goal == 0.0:
-        return
-    key = _key_before(step, row, rows, parts, sums_SRPD, key_SR, goal, MASS, PARTS_P2)
     if part == 0:
-        tl.store(key_SR + step * rows + row, key.to(tl.int64))
-    lane_B, digit_D = tl.arange(0, BLOCK), tl.arange(0, _DIGITS)
-    shift = (32 - (step + 1) * _BITS).to(tl.uint32)
-    low_D = key + (digit_D.to(tl.uint32) << shift)
-    temperature = tl.load(temperature_R + row)
-    begin = part * part_blocks * BLOCK
-    end = tl.minimum(begin + part_blocks * BLOCK, vocab)
-    sums_BD = tl.zeros([BLOCK, _DIGITS], tl.int64 if MASS else tl.int32)
-    for start in range(begin, end, BLOCK):
-        column_B = start + lane_B
-        inside_B = column_B < end
-        z_B = tl.load(logits_RV + row * logits_stride + column_B, mask=inside_B, other=-float("inf")).to(tl.float32)
-        z_B = tl.div_rn(z_B, temperature)
-        if MASS:
-            weight_B = (_exp(z_B - tl.load(highest_R + row)) * _UNIT).to(tl.int64)
-            weight_B = tl.where(inside_B & ~(z_B < tl.load(floor_R + row)), weight_B, 0)
-        else:
-            weight_B = inside_B.to(tl.int32)
-        sums_BD += tl.where(_key(z_B)[:, None] >= low_D[None], weight_B[:, None], 0)
-    sums_at = sums_SRPD + ((step * rows + row) * parts + part) * _DIGITS
-    tl.store(sums_at + digit_D, tl.sum(sums_BD, axis=0).to(tl.int64))
+        tl.store(count_R + row, 0)
+        tl.store(mass_R + row, 0)
+    _temperature, _k, _p, _log_min_p, on = _filters_of(
+        row, (temperature_R, top_k_R, top_p_R, log_min_p_R), vocab, MIN_P
+    )
+    if on == 0:
+        return
+    highest_B = tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in tl.range(0, vocab, PARTS * BLOCK, num_stages=_STAGES):
+        column_B = start + _columns_of(part, PARTS, BLOCK)
+        z_B = tl.load(logits_RV + row * logits_stride + column_B, mask=column_B < vocab, other=-float("inf"))
+        z_B = z_B.to(tl.float32)
+        highest_B = tl.where(z_B > highest_B, z_B, highest_B)  # a NaN is no maximum
+    OWN: tl.constexpr = GROUPS // PARTS
+    highest_G = tl.max(tl.reshape(highest_B, [BLOCK // OWN, OWN]), axis=0)
+    tl.store(maxima_RG + row * GROUPS + part * OWN + tl.arange(0, OWN), highest_G)
 
 
-@triton.jit(do_not_specialize=["parts", "step"], do_not_specialize_on_alignment=["goal_R"])
-def _settle(
-    value_R: tl.tensor,
-    sums_SRPD: tl.tensor,
-    key_SR: tl.tensor,
-    goal_R: tl.tensor,
-    parts: tl.int32,
-    step: tl.int32,
-    MASS: tl.constexpr,
-    PARTS_P2: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "log_min_p_R"])
+def _collect(
+    collected_RC: tl.tensor,
+    count_R: tl.tensor,
+    mass_R: tl.tensor,
+    bounds_R2: tl.tensor,
+    maxima_RG: tl.tensor,
+    logits_RV: tl.tensor,
+    logits_stride: tl.int64,
+    temperature_R: tl.tensor,
+    top_k_R: tl.tensor,
+    top_p_R: tl.tensor,
+    log_min_p_R: tl.tensor,
+    vocab: tl.int32,
+    MIN_P: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROOM: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """The value that all passes together found, -inf in rows without a goal."""
+    """The second reading: the logits that reach the border, in any order, and without top-k the mass of a part."""
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature, k, p, log_min_p, on = _filters_of(row, (temperature_R, top_k_R, top_p_R, log_min_p_R), vocab, MIN_P)
+    if on == 0:
+        return
+    z_G = tl.load(maxima_RG + row * GROUPS + tl.arange(0, GROUPS))
+    highest = tl.max(z_G, axis=0)
+    rank = tl.where((k > 0) & (k < RANK), k, RANK)
+    low, high = _key(tl.min(z_G, axis=0), SHIFT), _key(highest, SHIFT)
+    border = _value(_least_of(z_G, tl.full([GROUPS], 1, tl.int32), rank, low, high, SHIFT), SHIFT)
+    if part == 0:
+        tl.store(bounds_R2 + row * 2, border)
+        tl.store(bounds_R2 + row * 2 + 1, highest)
+    if (k == 0) & (p >= 1.0):
+        return
+    highest = tl.div_rn(highest, temperature)
+    mass_B = tl.zeros([BLOCK], tl.int64)
+    for start in tl.range(0, vocab, parts * BLOCK, num_stages=_STAGES):
+        column_B = start + _columns_of(part, parts, BLOCK)
+        z_B = tl.load(logits_RV + row * logits_stride + column_B, mask=column_B < vocab, other=-float("inf"))
+        z_B = z_B.to(tl.float32)
+        reaches_B = ((z_B >= border) & (z_B > -float("inf"))).to(tl.int32)
+        reaching = tl.sum(reaches_B, axis=0)
+        if reaching > 0:  # atomic, in any order: what follows are sums of integers
+            place_B = tl.atomic_add(count_R + row, reaching, sem="relaxed") + tl.cumsum(reaches_B, axis=0) - reaches_B
+            tl.store(collected_RC + row * ROOM + place_B, z_B, mask=(reaches_B > 0) & (place_B < ROOM))
+        if k == 0:
+            mass_B += _mass(tl.div_rn(z_B, temperature), highest, highest + log_min_p)
+    if k == 0:
+        tl.atomic_add(mass_R + row, tl.sum(mass_B, axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "log_min_p_R"])
+def _narrow(
+    threshold_R: tl.tensor,
+    collected_RC: tl.tensor,
+    count_R: tl.tensor,
+    mass_R: tl.tensor,
+    bounds_R2: tl.tensor,
+    logits_RV: tl.tensor,
+    logits_stride: tl.int64,
+    temperature_R: tl.tensor,
+    top_k_R: tl.tensor,
+    top_p_R: tl.tensor,
+    log_min_p_R: tl.tensor,
+    vocab: tl.int32,
+    MIN_P: tl.constexpr,
+    ROOM: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The threshold of a row, from what was collected if that is enough to be sure, else from all of the row."""
     row = tl.program_id(0).to(tl.int64)
-    goal = tl.load(goal_R + row)
-    value = -float("inf")
-    if goal != 0.0:
-        value = _value(_key_before(step, row, tl.num_programs(0), parts, sums_SRPD, key_SR, goal, MASS, PARTS_P2))
-    tl.store(value_R + row, value)
+    temperature, k, p, log_min_p, on = _filters_of(row, (temperature_R, top_k_R, top_p_R, log_min_p_R), vocab, MIN_P)
+    threshold = tl.full([], -float("inf"), tl.float32)
+    if on:
+        border, highest = tl.load(bounds_R2 + row * 2), tl.load(bounds_R2 + row * 2 + 1)
+        least, low, high = _key(threshold, SHIFT), _key(border, SHIFT), _key(highest, SHIFT)
+        guess = _key(highest - _WEIGHTLESS * temperature, SHIFT)
+        highest = tl.div_rn(highest, temperature)
+        whole = (logits_RV + row * logits_stride, vocab, temperature, highest)
+        floor, count = highest + log_min_p, tl.load(count_R + row)
+        held, all_there = count <= ROOM, border == -float("inf")
+        place_C = tl.arange(0, ROOM)
+        is_there_C = place_C < tl.where(held, count, 0)
+        z_C = tl.load(collected_RC + row * ROOM + place_C, mask=is_there_C, other=-float("inf"))
+        kth_is_there = held & ((count >= k) | all_there)
+        if k > 0:
+            if kth_is_there:
+                key = _least_of(z_C, is_there_C.to(tl.int32), k, low, high, SHIFT)
+                key = tl.where(count >= k, key, least)
+            else:
+                begin, end = tl.where(count >= k, low, least), tl.where(count >= k, high, low)
+                key = _least_of_row(whole, floor, k, begin, end, 0, False, SHIFT, BLOCK)
+            floor = tl.maximum(floor, tl.div_rn(_value(key, SHIFT), temperature))
+        threshold = floor
+        if p < 1.0:
+            mass_C = tl.where(is_there_C, _mass(tl.div_rn(z_C, temperature), highest, floor), 0)
+            mass = tl.sum(mass_C, axis=0)
+            if k == 0:
+                total = tl.load(mass_R + row)
+            elif kth_is_there:
+                total = mass
+            else:
+                total = _weigh(whole, floor, -float("inf"), True, BLOCK)
+            goal = p.to(tl.float64) * total.to(tl.float64)
+            if held & (mass.to(tl.float64) >= goal):
+                key = _least_of(z_C, mass_C, goal, low, high, SHIFT)
+            else:
+                key = _least_of_row(whole, floor, goal, least, tl.where(held, low, high), guess, True, SHIFT, BLOCK)
+            threshold = tl.maximum(floor, tl.div_rn(_value(key, SHIFT), temperature))
+    tl.store(threshold_R + row, threshold)
 
 
 def filter_threshold_triton(logits_RV: Tensor, rows: RowSampling) -> Tensor:
-    """`peagle.sampling.filter_threshold` of logits before the temperature; greedy rows get -inf or any other value.
-
-    Rows of logits are contiguous.
-    """
-    drawn_R, vocab = rows.temperature > 0, logits_RV.shape[1]
-    temperature_R = torch.where(drawn_R, rows.temperature, 1.0)
-    highest_R = logits_RV.amax(dim=1).float() / temperature_R
-    by_count_R = drawn_R & (rows.top_k > 0) & (rows.top_k < vocab)
-    kth_R = _largest_reaching(torch.where(by_count_R, rows.top_k, 0).double(), logits_RV, temperature_R)
-    floor_R = torch.maximum(kth_R, min_p_floor(highest_R, rows.min_p))
-    share_R = torch.where(drawn_R & (rows.top_p < 1.0), rows.top_p, 0.0).double()
-    crossing_R = _largest_reaching(share_R, logits_RV, temperature_R, (highest_R, floor_R))
-    return torch.maximum(floor_R, crossing_R)
-
-
-def _largest_reaching(
-    goal_R: Tensor, logits_RV: Tensor, temperature_R: Tensor, mass: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """The largest value of each row such that as many logits as the goal says reach it; -inf where the goal is 0.
-
-    With `mass`, the highest logit of each row and the least that counts, the goal is a share of the mass instead.
-    """
+    """`peagle.sampling.filter_threshold` of contiguous rows before the temperature; -inf for greedy rows."""
     (count, vocab), device = logits_RV.shape, logits_RV.device
-    blocks = triton.cdiv(vocab, _BLOCK)
-    part_blocks = triton.cdiv(blocks, min(blocks, triton.cdiv(_PROGRAMS, count), _MOST_PARTS))
-    parts = triton.cdiv(blocks, part_blocks)
-    value_R = torch.empty(count, dtype=torch.float32, device=device)
-    key_SR = torch.empty((_PASSES, count), dtype=torch.int64, device=device)
-    sums_SRPD = torch.empty((_PASSES, count, parts, _DIGITS.value), dtype=torch.int64, device=device)
-    highest_R, floor_R = (value_R, value_R) if mass is None else mass  # not read without
-    shared = {"MASS": mass is not None, "PARTS_P2": triton.next_power_of_2(parts)}
+    most = min(_MOST_PARTS, _GROUPS, triton.cdiv(_PROGRAMS, count), triton.cdiv(vocab, _BLOCK))
+    parts = 1 << (most.bit_length() - 1)
+    groups = min(_GROUPS, parts * _BLOCK)
+    threshold_R, bounds_R2, collected_RC, maxima_RG = (
+        torch.empty(size, dtype=torch.float32, device=device)
+        for size in ((count,), (count, 2), (count, _ROOM), (count, groups))
+    )
+    count_R, mass_R = (torch.empty(count, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+    log_min_p_R = rows.temperature if rows.min_p is None else rows.min_p.log()  # not read without
+    filters = rows.temperature, rows.top_k, rows.top_p, log_min_p_R
+    asked = logits_RV, logits_RV.stride(0), *filters, vocab, rows.min_p is not None
+    sizes = {"ROOM": _ROOM, "SHIFT": _KEY_SHIFTS[logits_RV.dtype], "BLOCK": _BLOCK}
     with torch.cuda.device_of(logits_RV):
-        for step in range(_PASSES):
-            _narrow[(count, parts)](
-                sums_SRPD, key_SR, logits_RV, logits_RV.stride(0), temperature_R, goal_R, highest_R, floor_R,
-                vocab, part_blocks, step, BLOCK=_BLOCK, num_warps=8, **shared,
-            )  # fmt: skip
-        _settle[(count,)](value_R, sums_SRPD, key_SR, goal_R, parts, _PASSES, num_warps=4, **shared)
-    return value_R
+        _maxima_of_groups[(count, parts)](
+            maxima_RG, count_R, mass_R, *asked, GROUPS=groups, PARTS=parts, BLOCK=_BLOCK, num_warps=4
+        )
+        _collect[(count, parts)](
+            collected_RC, count_R, mass_R, bounds_R2, maxima_RG, *asked, GROUPS=groups, RANK=groups * 3 // 4,
+            **sizes, num_warps=4,
+        )  # fmt: skip
+        _narrow[(count,)](threshold_R, collected_RC, count_R, mass_R, bounds_R2, *asked, **sizes, num_warps=8)
+    return threshold_R

@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from peagle.kernels.sample import sample
 from peagle.sampling import RowSampling, filter_threshold, sample_tokens
+from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 from tests.kernels.test_sample import differing, peaked_logits, sampling_of
 
@@ -40,6 +44,60 @@ def kept_otherwise(logits: Tensor, rows: RowSampling) -> int:
     expected = scaled < filter_threshold(scaled, rows.top_k, rows.top_p, rows.min_p)[:, None]
     got = scaled < filter_threshold_triton(logits, rows)[:, None]
     return int((expected != got)[rows.temperature > 0].sum())
+
+
+def sampling_with(temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], device: str):
+    """Rows of the given parameters."""
+    values = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    tensors = {name: torch.tensor(numbers, device=device) for name, numbers in values.items()}
+    rows = sampling_of(len(top_k), device)
+    return replace(rows, top_k=torch.tensor(top_k, device=device), filtered=True, **tensors)
+
+
+def wrong_thresholds(logits: Tensor, rows: RowSampling) -> list[int]:
+    """Rows whose threshold is not the twin's bit for bit, where it is no less than every logit of the row."""
+    scaled = logits.float() / rows.temperature[:, None]
+    least = scaled.amin(1)
+    expected = torch.maximum(filter_threshold(scaled, rows.top_k, rows.top_p, rows.min_p), least)
+    got = torch.maximum(filter_threshold_triton(logits, rows), least)
+    return (expected != got).nonzero()[:, 0].tolist()
+
+
+def rows_of_all_kinds(vocab: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Peaked, normal, straight, flat, of two values, mostly forbidden, all but one forbidden, cold and hot rows."""
+    g = torch.Generator().manual_seed(vocab)
+    normal = torch.randn(8, vocab, generator=g)
+    logits = torch.stack(
+        (
+            normal[0] * 6,
+            normal[1],
+            torch.linspace(-3.0, 5.0, vocab)[torch.randperm(vocab, generator=g)],
+            torch.full((vocab,), -1.5),
+            torch.where(normal[2] > 1.0, 2.0, -0.0),
+            (normal[3] * 4).masked_fill(torch.rand(vocab, generator=g) > 12 / vocab, -torch.inf),
+            (normal[4] * 4).masked_fill(torch.arange(vocab) != vocab // 2, -torch.inf),
+            normal[5] * 1e-3,
+            normal[6] * 300,
+        )
+    )
+    return logits.to(device, dtype)
+
+
+def check_every_path(vocab: int, dtype: torch.dtype, device: str, most: int) -> None:
+    """All kinds of rows with all kinds of filters, at most `most` rows of each kind, and each of them alone."""
+    rank, room = sample_filter_triton._GROUPS * 3 // 4, sample_filter_triton._ROOM
+    top_k = (0, 1, 5, rank, rank + 1, room, room + 1, vocab - 1, vocab, vocab + 5)
+    kinds = list(product(top_k, (1.0, 1e-6, 0.5, 0.9, 0.9999999), (0.0, 0.01, 1.0), (1e-5, 0.8, 100.0)))
+    g = torch.Generator().manual_seed(vocab)
+    for logits in rows_of_all_kinds(vocab, dtype, device):
+        chosen = [kinds[i] for i in torch.randperm(len(kinds), generator=g)[:most].tolist()]
+        k, p, min_p, temperature = (list(values) for values in zip(*chosen, strict=True))
+        rows = sampling_with(temperature, k, p, min_p, device)
+        assert [chosen[i] for i in wrong_thresholds(logits.repeat(len(chosen), 1), rows)] == []
+    assert torch.equal(
+        filter_threshold_triton(logits[None], rows_of(rows, slice(1))),
+        filter_threshold_triton(logits.repeat(most, 1), rows)[:1],
+    )
 
 
 def check(vocab: int, dtype: torch.dtype, device: str, count: int) -> None:
@@ -124,17 +182,100 @@ def test_interpreted(vocab: int, dtype: torch.dtype):
 
 @interpreter
 @pytest.mark.usefixtures("numpy_scalars")
-def test_interpreted_extremes():
+@pytest.mark.parametrize("blocks", ["large", "small"])
+def test_interpreted_extremes(request, blocks: str):
+    if blocks == "small":
+        request.getfixturevalue("small")
     check_extremes(80, "cpu")
     check_nucleus_of_the_rest("cpu")
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """Few groups and little room, so that short rows take every path."""
+    for name, value in {"_BLOCK": 64, "_GROUPS": 32, "_ROOM": 64, "_PROGRAMS": 6}.items():
+        monkeypatch.setattr(sample_filter_triton, name, value)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars", "small")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_interpreted_every_path(dtype: torch.dtype):
+    check_every_path(203, dtype, "cpu", most=3)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars", "small")
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    logits=st.lists(st.one_of(st.just(-torch.inf), st.floats(-30, 30, width=16)), min_size=1, max_size=120),
+    repeats=st.integers(1, 3),
+    top_k=st.integers(0, 130),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
+    temperature=st.floats(0.01, 10.0),
+)
+def test_interpreted_any_row(logits, repeats, top_k, top_p, min_p, temperature):
+    rows = sampling_with([temperature], [top_k], [top_p], [min_p], "cpu")
+    row = torch.tensor([[*logits, 30.0] * repeats])
+    assert wrong_thresholds(row, rows) == []
+    assert wrong_thresholds(row, replace(rows, min_p=None)) == []
+
+
 @interpreter
 @pytest.mark.usefixtures("numpy_scalars")
+def test_interpreted_usual_rows_are_read_twice(monkeypatch):
+    """No row is searched as a whole if its likely tokens are few, top-k is small, or a grammar leaves few tokens."""
+    searched = []
+    weigh = sample_filter_triton._weigh
+    monkeypatch.setattr(sample_filter_triton, "_weigh", lambda *args: searched.append(1) or weigh(*args))
+    peaked, normal, straight, flat, _two, forbidden, single, *_others = rows_of_all_kinds(5000, torch.bfloat16, "cpu")
+    logits = torch.stack((peaked, peaked, normal, straight, forbidden, forbidden, single, flat, flat))
+    rows = sampling_with(
+        [0.8] * 9, [50, 0, 50, 1536, 50, 0, 50, 0, 0], [0.9, 0.95, 0.9, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0],
+        [0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.5, 0.0], "cpu",
+    )  # fmt: skip
+    assert wrong_thresholds(logits, rows) == []
+    assert not searched
+    assert wrong_thresholds(flat[None], sampling_with([1.0], [0], [0.9], [0.0], "cpu")) == []
+    assert searched
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("dtype,shift", [("*bf16", 16), ("*fp32", 0)])
+@pytest.mark.parametrize("parts", [1, 64])
+def test_compiles_for_hopper_without_a_gpu(dtype: str, shift: int, parts: int):
+    """Nothing lives in local memory, programs share a multiprocessor, and only places to write to are atomic."""
+    floats = ("maxima_RG", "collected_RC", "bounds_R2", "threshold_R", "temperature_R", "top_p_R", "log_min_p_R")
+    kinds = dict.fromkeys(floats, "*fp32") | {"top_k_R": "*i64", "mass_R": "*i64", "count_R": "*i32", "vocab": "i32"}
+    constants = {
+        "MIN_P": True,
+        "GROUPS": min(1024 * parts, 2048),
+        "RANK": 768,
+        "ROOM": 4096,
+        "SHIFT": shift,
+        "PARTS": parts,
+        "BLOCK": 1024,
+    }
+    kernels = sample_filter_triton
+    for kernel, warps, atomics in (
+        (kernels._maxima_of_groups, 4, 0),
+        (kernels._collect, 4, 2),
+        (kernels._narrow, 8, 0),
+    ):
+        named = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        compiled = compile_for_hopper(kernel, kinds | {"logits_RV": dtype}, warps, **named)
+        assert ".local" not in compiled.asm["ptx"]
+        assert compiled.asm["ptx"].count("atom.") == atomics
+        assert compiled.metadata.shared < 16 << 10
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars", "small")
 @pytest.mark.parametrize("programs", [1, 12, 100])
 def test_interpreted_any_split(monkeypatch, programs: int):
     """From a program per row to one per block of columns: not a bit of the threshold changes."""
-    logits, rows = peaked_logits(6, 1300, torch.float32, "cpu"), filtered_sampling(6, 1300, "cpu")
+    logits, rows = peaked_logits(6, 500, torch.bfloat16, "cpu"), filtered_sampling(6, 500, "cpu")
     expected = filter_threshold_triton(logits[:3], rows_of(rows, slice(3)))
     monkeypatch.setattr(sample_filter_triton, "_PROGRAMS", programs)
     assert torch.equal(filter_threshold_triton(logits, rows)[:3], expected)
@@ -148,6 +289,8 @@ def test_on_gpu(vocab: int, dtype: torch.dtype):
     check(vocab, dtype, "cuda", count=6)
     check(vocab, dtype, "cuda", count=150)
     check_extremes(max(vocab, 64), "cuda")
+    if vocab > 1:
+        check_every_path(vocab, dtype, "cuda", most=40)
     check_nucleus_of_the_rest("cuda")
 
 
