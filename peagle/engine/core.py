@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,10 +149,23 @@ class EngineCore:
         return self.policy.choose(len(running), any(r.cacheable and not r.in_prefill for r in running))
 
     @torch.inference_mode()
-    def run_padding(self, size: int, num_drafts: int, mode: SamplingMode | None = None) -> None:
-        """One decode step of a batch in which nobody is: compiles, captures, and can be timed."""
+    def run_padding(
+        self, size: int, num_drafts: int, mode: SamplingMode | None = None, *, padding: bool = True
+    ) -> None:
+        """One decode step of a batch in which nobody is: compiles, captures, and can be timed. Without `padding` it is
+        one of the first slots, which must be `pretended`."""
+        slots = np.full(size, -1) if padding else np.arange(size)
         with self._on_device():
-            self._run_decode(np.full(size, -1), num_drafts, mode or SamplingMode(), lambda: [0] * size)
+            self._run_decode(
+                slots, num_drafts, mode or SamplingMode(), lambda: self._state.num_computed[slots].tolist()
+            )
+
+    @contextmanager
+    @torch.inference_mode()
+    def pretended(self, context: int) -> Iterator[None]:
+        """In an engine without work: all slots look like requests that have so many tokens."""
+        with self._on_device(), self._state.pretended(context, self._sizes.block_size, self.scheduler.pool.num_blocks):
+            yield
 
     def warm_up(
         self, draft_counts: Sequence[int], modes: Sequence[SamplingMode] = (SamplingMode(),)

@@ -142,6 +142,22 @@ class SlotState:
         )
         self.tables.view(-1).index_copy_(0, at_E, block_E.to(torch.int32))
 
+    @contextmanager
+    def pretended(self, context: int, block_size: int, num_blocks: int) -> Iterator[None]:
+        """Between requests: all slots look like requests that have come so far. They read what happens to be in the
+        cache, and what they write goes to the null block."""
+        slots, blocks = len(self.last_token) - 1, context // block_size
+        ids = 1 + np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks) % num_blocks
+        self.host_tables[:slots, :blocks] = ids
+        self.tables[:slots, :blocks] = torch.from_numpy(ids).to(self._device)
+        self.num_computed[:slots] = blocks * block_size
+        try:
+            yield
+        finally:
+            self.host_tables[:slots] = 0
+            for part in self.rows:
+                part.zero_()
+
     def row_sampling(self, slot_B: Tensor, index_B: Tensor, count: int, mode: SamplingMode) -> RowSampling | None:
         """Sampling parameters of `count` logit rows for each slot, of which the first draws the token at `index`; None
         when `mode` says that all are greedy."""

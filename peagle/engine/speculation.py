@@ -32,7 +32,7 @@ _WINDOW_REQUESTS, _WINDOW_STEPS = 256, 16  # an estimate spans at least so many 
 _FORGET_STEPS = 1024  # while less is drafted, what is known of greater depths fades at this pace
 _DWELL = 16  # steps between changes of K
 _GAIN = 1.03  # what a change must promise
-_MARGIN = 0.02  # slack over plain decoding: below the 3 % allowed, for costs are measured on short contexts
+_MARGIN = 0.02  # slack over plain decoding: below the 3 % allowed, for a step may cost more than was measured
 _ALLOWANCE = 8.0  # plain steps that drafting may be behind besides: once, for the life of an engine
 
 

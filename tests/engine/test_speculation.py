@@ -7,11 +7,12 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.config import EngineConfig, SpeculativeConfig
-from peagle.engine.costs import measure_costs
+from peagle.engine.costs import _seconds, measure_costs
 from peagle.engine.engine import LLM
 from peagle.engine.speculation import (
     FixedK,
@@ -284,13 +285,54 @@ def test_more_drafts_than_trained_is_said_once(tmp_path, caplog):
     assert "lower num_speculative_tokens to 8" in caplog.text
 
 
+def test_steps_are_timed_on_contexts_and_leave_no_trace(monkeypatch):
+    llm = tiny_llm(3, max_num_seqs=2)  # whose contexts end at 128 tokens
+    prompts, params = random_prompts(2), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    before = [output.token_ids for output in llm.generate(prompts, params)]
+    step, contexts = llm.core._speculative, []
+    caches = (step._target_cache, step._draft_side.cache)
+    parts = [
+        part[:, :, 4:-1] for cache in caches for part in (cache.keys, cache.values)
+    ]  # all blocks but the null block
+    for part in parts:
+        part.normal_()
+    held, run = [part.clone() for part in parts], step.run
+
+    def spy(rows, num_drafts, mode):
+        contexts.append((rows.slot_B.tolist(), rows.first_B.tolist(), rows.tables_BN.count_nonzero().item()))
+        return run(rows, num_drafts, mode)
+
+    monkeypatch.setattr(step, "run", spy)
+    assert _seconds(llm.core, 2, 3, 1, 2, 512) > 0
+    (*_, padded), (slots, first, blocks), (_, later, _) = contexts
+    assert (slots, first, blocks) == ([0, 1], [112, 112], 56)
+    assert padded == 0
+    assert all(112 < n <= 116 for n in later)
+    assert all(torch.equal(kept, part) for kept, part in zip(held, parts, strict=True))
+    assert not any(part.any() for part in (*llm.core._state.rows, torch.from_numpy(llm.core._state.host_tables)))
+    monkeypatch.undo()
+    llm.core.scheduler.pool._found.clear()  # whose keys were overwritten here
+    assert [output.token_ids for output in llm.generate(prompts, params)] == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_costs_of_a_gpu_are_measured_in_graphs_and_leave_no_trace():
+    llm = tiny_llm(3, max_num_seqs=4, device="cuda")
+    prompts, params = random_prompts(4), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    before = [output.token_ids for output in llm.generate(prompts, params)]
+    assert all(seconds > 0 for seconds in measure_costs(llm.core, (0, 1, 3)).values())
+    assert not any(part.any() for part in llm.core._state.rows)
+    assert [output.token_ids for output in llm.generate(prompts, params)] == before
+
+
 def test_measuring_costs_says_what_it_does(caplog):
     with caplog.at_level("INFO"):
         costs = measure_costs(tiny_llm(3, max_num_seqs=4).core, (0, 1, 3))
     assert set(costs) == {(size, k) for size in (1, 4) for k in (0, 1, 3)}
     assert all(seconds > 0 for seconds in costs.values())
     warning, *steps, done = caplog.messages[-4:]
-    assert "auto: running 12 steps on padding to measure what they cost, batches of 1, 4 requests" in warning
+    assert "auto: running 12 steps to measure what they cost, batches of 1, 4 requests" in warning
     assert "on a CPU this takes a while" in warning
     assert len(steps) == 2
     assert done.startswith("measured in ")
