@@ -29,7 +29,6 @@ _ROOM = 4096  # logits that can be collected of a row; about 1.4 a group reach t
 _KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # bits of a float32 that these do not use
 _RUN = tl.constexpr(64)  # neighbours that a part of a row has together, so that parts are as likely as each other
 _STAGES = tl.constexpr(3)  # turns whose loads are on their way
-_LINEAR_STEPS = tl.constexpr(8)  # of a row's search, before ever smaller numbers near 0 count as far apart
 _UNIT = tl.constexpr(MASS_UNIT)
 _WEIGHTLESS = tl.constexpr(40.0)  # a token less likely by a factor of e to this has no mass: a first guess
 
@@ -117,15 +116,11 @@ def _least_of_row(
     MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """`_least_of` all logits of a row, a reading of it for each step; the first step looks at the key `guess`."""
-    step, middle = 0, tl.minimum(tl.maximum(guess, low + 1), high)
+    middle = tl.minimum(tl.maximum(guess, low + 1), high)
     while low < high:
         enough = _weigh(row, floor, _value(middle, SHIFT), MASS, BLOCK) >= goal
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-        mean = 0.5 * _value(low, SHIFT) + 0.5 * _value(high, SHIFT)
-        step += 1
-        by_value = (step < _LINEAR_STEPS) & (mean > -float("inf"))
-        middle = tl.where(by_value, _key(mean, SHIFT), (low | high) - ((low ^ high) >> 1))
-        middle = tl.minimum(tl.maximum(middle, low + 1), high)
+        middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up
     return low
 
 
