@@ -86,7 +86,7 @@ class WarmEngine:
         self.models = Models(target.spec, drafter.config if drafter else None)
         self._args, self._drafts = args, setup.num_drafts
         longest = max(args.output_tokens, self._profiled_tokens)
-        config = engine_config(args, target, longest + 2 * setup.num_drafts + 1)
+        config = engine_config(args, target, longest + 2 * setup.num_drafts + 1, kernels=args.kernels)
         rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
         self._llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
         self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
@@ -161,6 +161,7 @@ class Session:
             "output_tokens": args.output_tokens,
             "prompts": "random",
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kernels": args.kernels,
             "device": str(self.device),
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 1),
             "processes": 1 if args.one_process else "one of each engine",
@@ -347,6 +348,7 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="stop the grid after so long")
     parser.add_argument("--bandwidth", type=float, help="of the memory, GB/s (H200: 4800); default: that of a copy")
     parser.add_argument("--one-process", action="store_true", help="all engines in this process; so it is on a CPU")
+    parser.add_argument("--kernels", default="auto", choices=["auto", "invariant"], help="as the engine's flag")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(arguments)

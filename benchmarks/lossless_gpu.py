@@ -11,6 +11,8 @@ graphs and with nothing in flight:
     python -m benchmarks.lossless_gpu
     python -m benchmarks.lossless_gpu --dtype float32 --out benchmarks/results/lossless-gpu-smollm2-135m-float32.json
     python -m benchmarks.lossless_gpu --device cpu --prompts 4 --tokens 16
+
+With `--kernels invariant` every engine, the reference too, runs the form that promises the same bits.
 """
 
 import argparse
@@ -214,6 +216,7 @@ class Lossless:
             max_model_len=min(MAX_MODEL_LEN, blocks * self._block_size),
             block_size=self._block_size,
             num_kv_blocks=blocks,
+            kernels=self._args.kernels,
             **changes,
         )
         drafter = self._drafter if setting.num_drafts else None
@@ -331,6 +334,7 @@ def _write(args: argparse.Namespace, results: Results, seconds: float, *, partia
         "target": args.model,
         "head": args.head.name,
         "device": args.device,
+        "kernels": args.kernels,
         "prompts": args.prompts,
         "max_tokens": args.tokens,
         "compared_with": "plain decoding, 64 at once, whole prompts, no graphs, no prefix cache, nothing in flight",
@@ -354,6 +358,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=count, default=64)
     parser.add_argument("--tokens", type=count, default=128)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--kernels", default="auto", choices=["auto", "invariant"])
     parser.add_argument("--out", type=Path, default=RESULTS / "lossless-gpu-smollm2-135m.json")
     args = parser.parse_args()
     check_result_path(args.out)

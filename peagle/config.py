@@ -167,8 +167,10 @@ class EngineConfig:
     KV cache, activations and graphs. `graphs` replays decode steps as CUDA graphs (off: vLLM's `enforce_eager`),
     `prompt_graphs` passes over short prompts too, padded to a few shapes, and `async_scheduling` prepares a step while
     the one before it runs; all are for CUDA alone. `kernels` is the form of everything between the matmuls: "auto" is
-    Triton on CUDA. `load_format` "dummy" draws the target's weights at random, for benchmarks. `unpack_experts` unpacks
-    MXFP4 experts when they are loaded, which takes four times the memory, instead of inside their kernel.
+    Triton on CUDA; "invariant" is Triton, matmuls of the target included, in one form for any number of rows, so that
+    not a bit of the output says what shared a batch. `load_format` "dummy" draws the target's weights at random, for
+    benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which takes four times the memory, instead
+    of inside their kernel.
     """
 
     dtype: str = "auto"
@@ -194,7 +196,7 @@ class EngineConfig:
             raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
         check_choice(self, "attention", "auto", "torch", "triton")
         check_choice(self, "load_format", "auto", "dummy")
-        check_choice(self, "kernels", "auto", "torch", "triton")
+        check_choice(self, "kernels", "auto", "torch", "triton", "invariant")
         check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
         check_at_least(self, 1, "max_model_len", "num_kv_blocks")
         check_share(self, "(0, 1]", "gpu_memory_utilization")

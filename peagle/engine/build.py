@@ -24,7 +24,7 @@ from peagle.engine.slots import SamplingMode, SlotState
 from peagle.engine.speculation import draft_counts
 from peagle.engine.step import DraftSide, SpeculativeStep
 from peagle.errors import PeagleError
-from peagle.kernels.backend import can_run_triton, use_triton
+from peagle.kernels.backend import INVARIANT, can_run_triton, use_triton
 from peagle.kernels.paged_attention import can_tile
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
 from peagle.models.layers import use_kernels
@@ -54,11 +54,13 @@ def build_core(
     """
     weight = target.model.embed_tokens.weight
     device, spec = weight.device, target.spec
-    kernels = resolve_kernels(config, device)
+    asked = resolve_kernels(config, device)
+    kernels = "triton" if asked == INVARIANT else asked
     check_max_model_len(config.max_model_len, spec)
-    for module in (target.model, drafter):
+    _check_invariant(asked, spec)
+    for module, form in ((target.model, asked), (drafter, kernels)):
         if module is not None:
-            use_kernels(module, kernels)
+            use_kernels(module, form)
             if pack and device.type == "cpu":
                 pack_linears(module)
     load = EngineLoad(config, spec, drafter.config if drafter else None, most_drafts, weight.dtype)
@@ -80,7 +82,7 @@ def build_core(
         None if drafter is None else _draft_side(drafter, cache, most_drafts, savings),
         SlotState(sizes.max_num_seqs, most_drafts, sizes.blocks_for(sizes.max_model_len), device),
         sizes=sizes,
-        attention=config.attention,
+        attention=INVARIANT if asked == INVARIANT else config.attention,
         kernels=kernels,
         synthetic=None if synthetic_rates is None else SyntheticLengths(synthetic_rates, device),
     )
@@ -126,14 +128,19 @@ def _has_tiles(load: EngineLoad, device: torch.device) -> bool:
 
 
 def resolve_kernels(config: EngineConfig, device: torch.device) -> str:
-    """The form of the kernels that runs: "torch" or "triton". Raises PeagleError where Triton is asked for and cannot
-    run."""
+    """The form of the kernels that runs: "torch", "triton" or `INVARIANT`. Raises PeagleError where Triton is asked for
+    and cannot run."""
     for name in ("attention", "kernels"):
-        if getattr(config, name) == "triton" and not can_run_triton(device):
-            raise PeagleError(f"{name} is 'triton': it needs CUDA and the triton package, not {device}; use auto")
+        if (form := getattr(config, name)) in ("triton", INVARIANT) and not can_run_triton(device):
+            raise PeagleError(f"{name} is {form!r}: it needs CUDA and the triton package, not {device}; use auto")
     if config.kernels == "auto":
         return "triton" if device.type == "cuda" and can_run_triton(device) else "torch"
     return config.kernels
+
+
+def _check_invariant(kernels: str, spec: ModelSpec) -> None:
+    if kernels == INVARIANT and spec.moe is not None:
+        raise PeagleError("kernels is 'invariant': it is for dense targets, not for mixtures of experts; use auto")
 
 
 def check_max_model_len(asked: int | None, spec: ModelSpec) -> None:

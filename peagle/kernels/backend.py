@@ -8,6 +8,8 @@ import torch
 
 from peagle.errors import PeagleError
 
+INVARIANT = "invariant"  # Triton, each operation in one form, so that a row's bits say nothing of how many share a call
+
 
 def can_run_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on `device`: on CUDA where triton is installed, elsewhere in its interpreter."""
@@ -16,13 +18,13 @@ def can_run_triton(device: torch.device) -> bool:
 
 
 def use_triton(backend: str, device: torch.device) -> bool:
-    """ "auto" is Triton on CUDA where it is installed; "triton" and "torch" say which, whatever the device."""
-    return backend == "triton" or (backend == "auto" and device.type == "cuda" and can_run_triton(device))
+    """ "auto" is Triton on CUDA where it is installed; the others say which, whatever the device."""
+    return backend in ("triton", INVARIANT) or (backend == "auto" and device.type == "cuda" and can_run_triton(device))
 
 
 def use_triton_for_inference(backend: str, device: torch.device) -> bool:
     """`use_triton` for a form without gradients: "auto" keeps to torch where autograd records."""
-    return use_triton(backend, device) and (backend == "triton" or not torch.is_grad_enabled())
+    return use_triton(backend, device) and (backend != "auto" or not torch.is_grad_enabled())
 
 
 def is_on(setting: str) -> bool:

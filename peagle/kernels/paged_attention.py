@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.kernels.backend import use_triton
+from peagle.kernels.backend import INVARIANT, use_triton
 from peagle.kernels.paged_decode import CacheView, DecodePlan, paged_decode, power_of_two
 
 # Fewest query rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the
@@ -69,9 +69,13 @@ def plan_attention(
 
     `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA.
     A head dim the kernel cannot tile (it takes powers of two from 16 to 256) goes to torch whatever the backend.
+    Tiles are as high as the mean request, for `INVARIANT` as high as can be.
     """
     if use_triton(backend, device) and can_tile(head_dim):
-        return _plan_tiles(query_lens, key_lens, block_tables, block_size, heads_per_kv, device)
+        mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
+        tile_size = min(max(_least_tile(heads_per_kv), power_of_two(mean_height)), most_tile(heads_per_kv))
+        tile_size = most_tile(heads_per_kv) if backend == INVARIANT else tile_size
+        return _plan_tiles(query_lens, key_lens, block_tables, block_size, tile_size, heads_per_kv, device)
     return plan_rectangles(query_lens, key_lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
 
 
@@ -92,12 +96,11 @@ def _plan_tiles(
     key_lens: np.ndarray,
     block_tables: np.ndarray,
     block_size: int,
+    tile_size: int,
     heads_per_kv: int,
     device: torch.device,
 ) -> TilePlan:
-    """Tiles as high as the mean request; table and tiles travel in one transfer."""
-    mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
-    tile_size = min(max(_least_tile(heads_per_kv), power_of_two(mean_height)), most_tile(heads_per_kv))
+    """Table and tiles travel in one transfer."""
     tiles_W3 = cut_tiles(query_lens, tile_size // heads_per_kv)
     tables_BN = block_tables[:, : -(-int(key_lens.max()) // block_size)]
     # The table begins at a multiple of 16 bytes, or the kernel would be compiled anew for every other number of tiles.

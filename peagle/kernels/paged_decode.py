@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.kernels.backend import use_triton
+from peagle.kernels.backend import INVARIANT, use_triton
 
 # Of the first chunks. Fewer make one short request faster, as more programs share it; many requests slower, as a chunk
 # starts afresh.
@@ -87,13 +87,14 @@ def plan_decode(
     """Plan passes of `rows` rows for each of the B requests whose block tables are, and stay, in `tables_BN`.
 
     `backend` "auto" is Triton on CUDA; a head dim that does not tile (other than 16 to 256, powers of two) goes to
-    torch. `splits` None chooses by batch and table width.
+    torch. `splits` None chooses by batch and table width. For `INVARIANT` tiles are the same for any `rows`.
     """
     device, batch = tables_BN.device, tables_BN.shape[0]
     group, chunks = heads // kv_heads, num_chunks(tables_BN.shape[1] * block_size)
     triton = use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256)
     most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
-    tile_size = max(_MIN_TILE, min(power_of_two(rows * group), max(most, power_of_two(group))))
+    pairs = group if backend == INVARIANT else rows * group
+    tile_size = max(_MIN_TILE, min(power_of_two(pairs), max(most, power_of_two(group))))
     tile_rows = min(tile_size // group, rows)
     tiles = batch * -(-rows // tile_rows)
     if splits is None:

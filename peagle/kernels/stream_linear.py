@@ -29,8 +29,8 @@ def prefers_stream(x_RI: Tensor, weight_OI: Tensor, *, cut: bool) -> bool:
 def stream_linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str = "auto") -> Tensor:
     """x W^T + b, [R, O].
 
-    `backend` "auto" is Triton on CUDA where no gradient is recorded and `prefers_stream` says so; "triton" takes any
-    number of rows.
+    `backend` "auto" is Triton on CUDA where no gradient is recorded and `prefers_stream` says so; "triton" and
+    `INVARIANT` take any number of rows.
     """
     if _use_triton(backend, x_RI, weight_OI, cut=False):
         # Imported late: triton is not installed everywhere.
@@ -63,4 +63,4 @@ def linear_parts(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, 
 def _use_triton(backend: str, x_RI: Tensor, weight_OI: Tensor, *, cut: bool) -> bool:
     if not use_triton_for_inference(backend, x_RI.device):
         return False
-    return backend == "triton" or prefers_stream(x_RI, weight_OI, cut=cut)
+    return backend != "auto" or prefers_stream(x_RI, weight_OI, cut=cut)

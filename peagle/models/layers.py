@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle.kernels.backend import use_triton_for_inference
+from peagle.kernels.backend import INVARIANT, use_triton_for_inference
 from peagle.kernels.fused_linear import linear_add, norm_gated_linear, norm_linear, prefers_fused
 from peagle.kernels.norm_qkv_rope import NormedLinear
 from peagle.kernels.rms_norm import add_rms_norm, rms_norm
@@ -216,6 +216,7 @@ class SwiGLU(FeedForward):
         """Whether `add` is the faster way for these rows: few, on Triton, weights not packed."""
         return (
             use_triton_for_inference(self.kernels, x_RH.device)
+            and self.kernels != INVARIANT
             and _are_plain(self.gate_up_proj, self.down_proj)
             and prefers_fused(x_RH.shape[0], self.gate_up_proj.weight)
         )
@@ -319,7 +320,8 @@ class Attention(nn.Module):
         self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None
     ) -> Tensor:
         # Packed weights cannot be cut. Where half of the rows ask, one matmul costs less than two and their gathers.
-        if rows_U is None or 2 * rows_U.shape[0] >= x.shape[0] or not _are_plain(self.qkv_proj):
+        whole = rows_U is None or 2 * rows_U.shape[0] >= x.shape[0] or self.kernels == INVARIANT
+        if whole or not _are_plain(self.qkv_proj):
             return self._attend(project(self.qkv_proj, x, self.kernels), cos_R1D, sin_R1D, attend, rows_U)
         weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.heads * self.head_dim
         q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
@@ -446,17 +448,20 @@ def project(linear: nn.Module, x_RI: Tensor, kernels: str) -> Tensor:
 
 def project_parts(linear: nn.Module, x_RI: Tensor, kernels: str) -> Tensor:
     """linear(x) for an `RMSNorm.add`: [R, O], or float32 parts of it [S, R, O], where that is faster."""
+    if kernels == INVARIANT:  # few and many rows are not cut alike
+        return project(linear, x_RI, kernels)
     if streams(linear, x_RI, kernels, cut=True):
         return linear_parts(x_RI, linear.weight, linear.bias, backend=kernels)
     return linear(x_RI)
 
 
 def streams(linear: nn.Module, x_RI: Tensor, kernels: str, *, cut: bool = False) -> TypeGuard[nn.Linear]:
-    """Whether a layer of these few rows, on Triton, its weight not packed, is one for `stream_linear`."""
+    """Whether a layer of these few rows, on Triton, its weight not packed, is one for `stream_linear`; for `INVARIANT`
+    of however many."""
     return (
         use_triton_for_inference(kernels, x_RI.device)
         and isinstance(linear, nn.Linear)
-        and prefers_stream(x_RI, linear.weight, cut=cut)
+        and (kernels == INVARIANT or prefers_stream(x_RI, linear.weight, cut=cut))
     )
 
 
@@ -471,7 +476,8 @@ class _Choosable(Protocol):
 
 
 def use_kernels(module: nn.Module, kernels: str) -> None:
-    """Choose the form of all parts below `module` that have several: "torch", as they are made, "triton" or "auto".
+    """Choose the form of all parts below `module` that have several: "torch", as they are made, "triton", "auto", or
+    `INVARIANT`.
 
     The Triton forms have no gradients.
     """

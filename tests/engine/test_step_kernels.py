@@ -36,7 +36,7 @@ def check(head: str, device: str, prompts: int, max_tokens: int, **filters: Any)
     plain = tiny_llm(head, "torch", device)
     plain.set_speculation(False)
     expected = plain.generate(texts, params)
-    for kernels in ("torch", "triton"):
+    for kernels in ("torch", "triton", "invariant"):
         llm = tiny_llm(head, kernels, device)
         own = llm.generate(texts, params)
         llm = tiny_llm(head, kernels, device)  # a captured step would go on drafting by itself

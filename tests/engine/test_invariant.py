@@ -1,0 +1,114 @@
+"""`kernels="invariant"`: not a bit of the output says what shared a batch, drafts included, in bfloat16 too."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from peagle.config import EngineConfig
+from peagle.drafters.init import new_drafter
+from peagle.engine.engine import LLM
+from peagle.errors import PeagleError
+from peagle.kernels import stream_linear
+from peagle.kernels.backend import INVARIANT
+from peagle.kernels.stream_linear import prefers_stream
+from peagle.models.decoder import TargetModel
+from peagle.models.layers import use_kernels
+from peagle.models.target import Target
+from peagle.sampling import SamplingParams
+from tests.engine.tiny import force_drafts, random_prompts, tiny_llm, tiny_spec, tiny_tokenizer
+from tests.helpers import causal_attend, random_weights
+from tests.kernels.conftest import numpy_scalars, wide_tiles  # noqa: F401, fixtures
+from tests.kernels.interpreter import INTERPRETED, run_interpreted
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Layers that are fused, streamed, cut and left to cuBLAS by turns elsewhere, and on Hopper some that have a ring.
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "large": {"hidden_size": 2048, "intermediate_size": 8192, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128},
+}
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
+def test_in_the_interpreter():
+    run_interpreted(__file__)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
+@pytest.mark.parametrize("rows", [1, 8, 40, 100])
+def test_interpreted_linears_of_any_number_of_rows_have_one_form(rows: int, monkeypatch: pytest.MonkeyPatch):
+    spec = tiny_spec(num_layers=2)
+    model = TargetModel(spec).eval().requires_grad_(False)
+    random_weights(model, 0)
+    use_kernels(model, "torch")
+    ids, positions = torch.randint(2, 90, (rows,)), torch.arange(rows)
+    expected = model.logits(model(ids, positions, causal_attend([rows]))[0])
+    use_kernels(model, INVARIANT)
+    monkeypatch.setattr(F, "linear", None)  # whose sums follow the number of rows
+    monkeypatch.setattr(stream_linear, "linear_parts", None)
+    torch.testing.assert_close(
+        model.logits(model(ids, positions, causal_attend([rows]))[0]), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="there it can run")
+def test_needs_triton():
+    with pytest.raises(PeagleError, match="kernels is 'invariant': it needs CUDA and the triton package, not cpu"):
+        tiny_llm(kernels="invariant")
+
+
+def engine(shape: str, drafts: int, kernels: str = INVARIANT, **settings: Any) -> LLM:
+    """Random weights in bfloat16, a head of two layers."""
+    spec = tiny_spec(num_layers=3, max_position_embeddings=1024, vocab_size=96, **SHAPES[shape])
+    model = TargetModel(spec).eval().requires_grad_(False)
+    random_weights(model, 3)
+    target = Target("tiny", Path("tiny"), spec, model.to("cuda", torch.bfloat16), tiny_tokenizer())
+    head = new_drafter(target.model, num_layers=2, tap_ids=(0, 1, 3), mask_token_id=95, seed=4, target_init=False)
+    head = head.to("cuda", torch.bfloat16).eval().requires_grad_(False)
+    config = EngineConfig(**{"max_num_seqs": 24, **settings}, num_kv_blocks=1200, max_model_len=512, kernels=kernels)
+    return LLM.from_parts(target, head, drafts, config)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_whatever_shares_the_batch_on_gpu(shape: str):
+    prompts = random_prompts(24, longest=200)
+    params = [SamplingParams(max_tokens=96, temperature=i % 2 * 1.0, seed=i, ignore_eos=True) for i in range(24)]
+    plain = engine(shape, 3)
+    plain.set_speculation(False)
+    expected = plain.generate(prompts, params)
+    ways: dict[str, LLM] = {
+        "K = 3": engine(shape, 3),
+        "K = 7": engine(shape, 7),
+        "eager, in small chunks, five at a time": engine(
+            shape, 5, graphs=False, prompt_graphs=False, max_num_batched_tokens=40, max_num_seqs=5
+        ),
+    }
+    for way, llm in ways.items():
+        force_drafts(llm, expected, seed=1)
+        answers = llm.generate(prompts, params)
+        assert sum(answer.stats.num_accepted_tokens for answer in answers) > 500, way
+        parted = [i for i, (a, b) in enumerate(zip(answers, expected, strict=True)) if a.token_ids != b.token_ids]
+        assert not parted, f"{way}: {len(parted)} of {len(prompts)}"
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("outputs,inputs", [(960, 576), (49152, 576), (2048, 8192), (24576, 4096), (151936, 1024)])
+def test_rows_of_a_layer_alone_and_among_others_on_gpu(outputs: int, inputs: int):
+    torch.manual_seed(5)
+    x = torch.randn(600, inputs, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * inputs**-0.5
+    whole = stream_linear.stream_linear(x, weight, backend=INVARIANT)
+    for rows in (1, 4, 8, 33, 64, 65, 200):
+        assert torch.equal(stream_linear.stream_linear(x[:rows], weight, backend=INVARIANT), whole[:rows]), rows
+    assert not prefers_stream(x, weight, cut=False)  # or it would be no feat
