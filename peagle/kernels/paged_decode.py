@@ -13,6 +13,12 @@ nothing but the row itself, the split has no say in the arithmetic:
 So how many programs share the chunks may follow from the batch and the table's width alone, and a row comes out the
 same whatever its neighbours, in its own request or others. (Only the number of rows of a request may change a bit: it
 sets the tile, and with it the instruction that multiplies.)
+
+A tile is (row, query head) pairs of one request and kv head. Its programs take one of two forms, by head dim and pairs:
+
+* Own keys: a turn is `FINE_KEYS` keys, of which each warp scores, weighs and sums its own run without the others. The
+  shortest wait, for few pairs: tiles are small, so with many pairs keys would be read too often.
+* Streamed: all warps share fewer keys a turn, and the next turns are on their way meanwhile.
 """
 
 from dataclasses import dataclass
@@ -27,9 +33,10 @@ from peagle.kernels.backend import INVARIANT, use_triton
 # starts afresh.
 FINE_KEYS = 128
 _DOUBLING_CHUNKS = 8
-_PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
-# Rows times query heads of one kv head in a tile: tl.dot takes no fewer than the first.
-_MIN_TILE, _MAX_TILE = 16, 64
+_MULTIPROCESSORS = 132  # an H200's
+_MAX_TILE = 64
+# More programs of own keys: none is shorter up to 2,048 keys, little is beyond, and idle ones cost time.
+MOST_EARLY = 16
 
 
 class CacheView(NamedTuple):
@@ -58,7 +65,8 @@ class SplitScratch:
 class DecodePlan:
     """B requests of `rows` rows each, flat in request order; shared by all layers.
 
-    `tables_BN` holds block ids, any integer type, and is read when the kernel runs. A row whose limit is -1 sees
+    `tables_BN` holds block ids, any integer type, and is read when the kernel runs. All its entries are ids of blocks
+    that the cache has: keys may be loaded before it is known that nobody sees them. A row whose limit is -1 sees
     nothing and gets zeros: so do rows and requests that only pad the batch.
     """
 
@@ -66,8 +74,8 @@ class DecodePlan:
     tables_BN: Tensor
     block_size: int
     triton: bool
-    tile_rows: int
-    tile_size: int  # tile_rows times query heads of one kv head or more, a power of two
+    tile_size: int  # pairs, a power of two
+    own_keys: bool
     chunks: int  # that a table's width holds
     splits: int  # programs that share a tile's chunks
     scratch: SplitScratch | None  # None where nothing is shared
@@ -90,15 +98,13 @@ def plan_decode(
     torch. `splits` None chooses by batch and table width. For `INVARIANT` tiles are the same for any `rows`.
     """
     device, batch = tables_BN.device, tables_BN.shape[0]
-    group, chunks = heads // kv_heads, num_chunks(tables_BN.shape[1] * block_size)
+    pairs, chunks = rows * (heads // kv_heads), num_chunks(tables_BN.shape[1] * block_size)
     triton = use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256)
-    most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
-    pairs = group if backend == INVARIANT else rows * group
-    tile_size = max(_MIN_TILE, min(power_of_two(pairs), max(most, power_of_two(group))))
-    tile_rows = min(tile_size // group, rows)
-    tiles = batch * -(-rows // tile_rows)
-    if splits is None:
-        splits = -(-_PROGRAMS // (tiles * kv_heads))
+    tile_size, own_keys, resident = tile_form(head_dim, heads // kv_heads if backend == INVARIANT else pairs)
+    tiles = batch * -(-pairs // tile_size)
+    if splits is None:  # all programs run at once
+        splits = max(1, resident * _MULTIPROCESSORS // (tiles * kv_heads))
+        splits = min(splits, MOST_EARLY) if own_keys else splits
     splits = min(splits, chunks)
     scratch = None
     if triton and splits > 1:
@@ -108,12 +114,26 @@ def plan_decode(
             torch.empty((*shape[:3], 2, tile_size), dtype=torch.float32, device=device),
             torch.zeros(shape[:2], dtype=torch.int32, device=device),
         )
-    return DecodePlan(rows, tables_BN, block_size, triton, tile_rows, tile_size, chunks, splits, scratch)
+    return DecodePlan(rows, tables_BN, block_size, triton, tile_size, own_keys, chunks, splits, scratch)
+
+
+def tile_form(head_dim: int, pairs: int) -> tuple[int, bool, int]:
+    """Pairs of a tile; whether warps have their own keys; programs that a multiprocessor holds.
+
+    Neither may follow from the number of requests: bits do from both.
+    """
+    if head_dim <= 64 and pairs <= 64:
+        return (8, True, 4) if pairs <= 24 else (16, True, 3)
+    if head_dim == 128 and pairs <= 16:
+        return 16, True, 2
+    most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
+    return max(16, min(power_of_two(pairs), most)), False, 2
 
 
 def most_scratch_bytes(keys: int, head_dim: int) -> int:
-    """No plan for tables of so many keys takes more scratch: one whose tiles fill the GPU by themselves takes none."""
-    return _PROGRAMS * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
+    """No plan for tables of so many keys takes more scratch: what is shared leaves room for as many tiles again, of
+    `_MAX_TILE` pairs if streamed, of no more than a quarter in twice as many programs otherwise."""
+    return _MULTIPROCESSORS * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
 
 
 def power_of_two(least: int) -> int:

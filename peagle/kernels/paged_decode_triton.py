@@ -1,8 +1,9 @@
 """Triton form of paged decoding attention: one launch, whatever the number of programs that share a tile's keys.
 
-A program per (tile of a request's rows, kv head, split) takes every `SPLITS`-th chunk of keys. Alone, it folds them as
+A program per (tile of a request's pairs, kv head, split) takes every `SPLITS`-th chunk of keys. Alone, it folds them as
 it goes; else all leave their chunks in memory, and the one that finishes last folds them. See `paged_decode.py` for why
-both give the same bits. The query heads that share a kv head are rows of the same tile.
+both give the same bits, and for the two forms of a program: where W warps have their own keys, what is [S] or [S, D]
+in the other form is [W, S] or [W, S, D].
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.early_launch import launches_early, let_next_start
-from peagle.kernels.paged_decode import FINE_KEYS, CacheView, DecodePlan
+from peagle.kernels.paged_decode import FINE_KEYS, MOST_EARLY, CacheView, DecodePlan
 
 _FINE = tl.constexpr(FINE_KEYS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -65,7 +66,7 @@ def _fold_kept(kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor, first: t
                HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Fold the chunks first .. end - 1 that programs left."""
     out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
-    AT_ONCE: tl.constexpr = max(1, min(4, _MOST_AT_ONCE // (TILE * HEAD_DIM)))
+    AT_ONCE: tl.constexpr = max(1, min(8, _MOST_AT_ONCE // (TILE * HEAD_DIM)))
     for from_chunk in range(first, end, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             kept, there = place + from_chunk + i, from_chunk + i < end
@@ -103,39 +104,90 @@ def _chunks_seen(limit_T: tl.tensor, last_key: tl.tensor,
 
 
 @triton.jit
-def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, first: tl.tensor,
-                  stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, early: tl.tensor,
+def _places(block_S: tl.tensor, position_S: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
+    """Offsets of keys, and values, from the first of their head, [S, D]; [W, S, D] of [W, S]."""
+    slot_S = block_S.to(tl.int64) * BLOCK_SIZE + position_S % BLOCK_SIZE
+    return tl.expand_dims(slot_S, -1) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+
+
+@triton.jit
+def _attend_own(q: tl.tensor, k_WSD: tl.tensor, v_WSD: tl.tensor, position_WS: tl.tensor, limit_T: tl.tensor,
+                scale_log2: tl.tensor, WINDOW: tl.constexpr
+                ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """What pairs make of keys that each of four warps has its own of; q is [W, T, D]. In tiles of 8 keys are the rows
+    of products, which have no fewer than 16, and q is [W, D, T]."""
+    FLIP: tl.constexpr = limit_T.shape[0] == 8
+    if FLIP:
+        scores_WTS = tl.permute(tl.dot(k_WSD, q, input_precision="ieee"), (0, 2, 1))
+    else:
+        scores_WTS = tl.dot(q, tl.permute(k_WSD, (0, 2, 1)), input_precision="ieee")
+    visible_WTS = position_WS[:, None] <= limit_T[None, :, None]
+    if WINDOW > 0:
+        visible_WTS = visible_WTS & (position_WS[:, None] > limit_T[None, :, None] - WINDOW)
+    scores_WTS = tl.where(visible_WTS, scores_WTS * scale_log2, -float("inf"))
+    top_WT = tl.maximum(tl.max(scores_WTS, axis=2), _LOWEST)
+    weights_WTS = tl.exp2(scores_WTS - top_WT[:, :, None])
+    total_WT = tl.sum(weights_WTS, axis=2)
+    weights_WTS = weights_WTS.to(v_WSD.dtype)
+    if FLIP:
+        v_WDS, weights_WST = tl.permute(v_WSD, (0, 2, 1)), tl.permute(weights_WTS, (0, 2, 1))
+        out_WTD = tl.permute(tl.dot(v_WDS, weights_WST, input_precision="ieee"), (0, 2, 1))
+    else:
+        out_WTD = tl.dot(weights_WTS, v_WSD, input_precision="ieee")
+    top_T = tl.max(top_WT, axis=0)
+    share_WT = tl.exp2(top_WT - top_T[None])
+    return _over_warps(out_WTD * share_WT[:, :, None]), top_T, tl.sum(total_WT * share_WT, axis=0)
+
+
+@triton.jit
+def _over_warps(x_WAB: tl.tensor) -> tl.tensor:
+    """The sum over the first dimension, 4, in pairs."""
+    x_VWAB = tl.reshape(x_WAB, [2, 2, x_WAB.shape[1], x_WAB.shape[2]])
+    low, high = tl.split(tl.permute(x_VWAB, (1, 2, 3, 0)))
+    low, high = tl.split(tl.permute(low + high, (1, 2, 0)))
+    return low + high
+
+
+@triton.jit
+def _attend_chunk(q: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, first: tl.tensor,
+                  stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, key_S: tl.tensor, early: tl.tensor,
                   early_block_S: tl.tensor, scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  TILE: tl.constexpr, KEYS: tl.constexpr,
-                  WINDOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+                  TILE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, OWN: tl.constexpr,
+                  KEYS_FIRST: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Online softmax over keys first .. stop - 1 of one request; none before `lowest_key` is read.
 
-    Blocks of the KEYS keys from `early` on are known.
+    Blocks of the KEYS keys from `early` on are known, unless KEYS_FIRST: these were attended to.
     """
-    s, d = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
     out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
     for start in range(first, stop, KEYS):
-        position_S = start + s
+        position_S = start + key_S
         # Slots that nobody sees may hold NaN, which a zero weight would not remove: they are not read.
         read_S = position_S < stop
         if WINDOW > 0:
             read_S = read_S & (position_S >= lowest_key)
-        block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S & (start != early), other=0)
-        block_S = tl.where(start == early, early_block_S, block_S).to(tl.int64)
-        at_SD = (block_S * BLOCK_SIZE + position_S % BLOCK_SIZE)[:, None] * HEAD_DIM + d[None]
-        k_SD = tl.load(keys_SD + at_SD, mask=read_S[:, None], other=0.0)
-        v_SD = tl.load(values_SD + at_SD, mask=read_S[:, None], other=0.0)
-        scores_TS = tl.dot(q_TD, tl.trans(k_SD), input_precision="ieee") * scale_log2
-        visible_TS = position_S[None] <= limit_T[:, None]
-        if WINDOW > 0:
-            visible_TS = visible_TS & (position_S[None] > limit_T[:, None] - WINDOW)
-        scores_TS = tl.where(visible_TS, scores_TS, -float("inf"))
-        new_top_T = tl.maximum(top_T, tl.max(scores_TS, axis=1))
-        weights_TS = tl.exp2(scores_TS - new_top_T[:, None])
-        shrink_T = tl.exp2(top_T - new_top_T)
-        total_T = total_T * shrink_T + tl.sum(weights_TS, axis=1)
-        out_TD = tl.dot(weights_TS.to(v_SD.dtype), v_SD, out_TD * shrink_T[:, None], input_precision="ieee")
-        top_T = new_top_T
+        if KEYS_FIRST:
+            block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S, other=0)
+        else:
+            block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S & (start != early), other=0)
+            block_S = tl.where(start == early, early_block_S, block_S)
+        at_SD = _places(block_S, position_S, BLOCK_SIZE, HEAD_DIM)
+        k_SD = tl.load(keys_SD + at_SD, mask=tl.expand_dims(read_S, -1), other=0.0)
+        v_SD = tl.load(values_SD + at_SD, mask=tl.expand_dims(read_S, -1), other=0.0)
+        if OWN:
+            turn_TD, turn_top_T, turn_total_T = _attend_own(q, k_SD, v_SD, position_S, limit_T, scale_log2, WINDOW)
+            out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, turn_TD, turn_top_T, turn_total_T)
+        else:
+            scores_TS = tl.dot(q, tl.trans(k_SD), input_precision="ieee") * scale_log2
+            visible_TS = position_S[None] <= limit_T[:, None]
+            if WINDOW > 0:
+                visible_TS = visible_TS & (position_S[None] > limit_T[:, None] - WINDOW)
+            scores_TS = tl.where(visible_TS, scores_TS, -float("inf"))
+            new_top_T = tl.maximum(top_T, tl.max(scores_TS, axis=1))
+            weights_TS = tl.exp2(scores_TS - new_top_T[:, None])
+            shrink_T = tl.exp2(top_T - new_top_T)
+            total_T = total_T * shrink_T + tl.sum(weights_TS, axis=1)
+            out_TD = tl.dot(weights_TS.to(v_SD.dtype), v_SD, out_TD * shrink_T[:, None], input_precision="ieee")
+            top_T = new_top_T
     return out_TD, top_T, total_T
 
 
@@ -143,26 +195,40 @@ def _attend_chunk(q_TD: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, tab
 def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, values_MSD: tl.tensor, limit_R: tl.tensor,
                  sinks_N: tl.tensor, tables_BN: tl.tensor, scratch_out: tl.tensor, scratch_stats: tl.tensor,
                  arrivals: tl.tensor, table_width: tl.int32, q_row_stride: tl.int64, q_head_stride: tl.int64,
-                 cache_head_stride: tl.int64, scale_log2: tl.float32, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
-                 GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-                 KEYS: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-                 SINKS: tl.constexpr, EARLY: tl.constexpr) -> None:  # fmt: skip
-    """CHUNKS: as many as a table's width holds. See the head of this file."""
+                 cache_head_stride: tl.int64, scale_log2: tl.float32, ROWS: tl.constexpr, GROUP: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+                 CHUNKS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+                 OWN: tl.constexpr, KEYS_FIRST: tl.constexpr, EARLY: tl.constexpr) -> None:  # fmt: skip
+    """CHUNKS: as many as a table's width holds. OWN: warps have their own keys. KEYS_FIRST: those of the first chunk,
+    chunk `split` then, are asked for before the limits are known. See the head of this file."""
     let_next_start(EARLY)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles_of_request: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
-    request, first_row = tile // tiles_of_request, tile % tiles_of_request * TILE_ROWS
-    t, d = tl.arange(0, TILE), tl.arange(0, HEAD_DIM)
-    live_T = (t < TILE_ROWS * GROUP) & (first_row + t // GROUP < ROWS)
-    row_T, head_T = (request * ROWS + first_row + t // GROUP).to(tl.int64), kv_head * GROUP + t % GROUP
-    q_at_TD = (row_T * q_row_stride + head_T * q_head_stride)[:, None] + d[None]
+    tiles_of_request: tl.constexpr = (ROWS * GROUP + TILE - 1) // TILE
+    request, t, d = tile // tiles_of_request, tl.arange(0, TILE), tl.arange(0, HEAD_DIM)
+    pair_T = tile % tiles_of_request * TILE + t
+    live_T = pair_T < ROWS * GROUP
+    row_T, head_T = (request * ROWS + pair_T // GROUP).to(tl.int64), kv_head * GROUP + pair_T % GROUP
     table = tables_BN + request.to(tl.int64) * table_width
+    head_offset = kv_head.to(tl.int64) * cache_head_stride
+    keys_SD, values_SD = keys_MSD + head_offset, values_MSD + head_offset
     early = _chunk_start(split)  # where this program starts if there is no window
-    early_N = (early + tl.arange(0, KEYS)) // BLOCK_SIZE
+    q_at = tl.where(live_T, row_T * q_row_stride + head_T * q_head_stride, 0)[:, None] + d[None]
+    key_S = tl.arange(0, KEYS)
+    if OWN:
+        q_at = tl.zeros([4, 1, 1], tl.int64) + (tl.trans(q_at) if TILE == 8 else q_at)[None]
+        key_S = tl.arange(0, 4)[:, None] * (KEYS // 4) + tl.arange(0, KEYS // 4)[None]
+    early_S = early + key_S
     # All that does not follow from the limits is loaded along with them: the wait for memory is most of a short pass.
     limit_T = tl.load(limit_R + row_T, mask=live_T, other=-1).to(tl.int32)
-    q_TD = tl.load(q_RND + q_at_TD, mask=live_T[:, None], other=0.0)
-    early_block_S = tl.load(table + early_N, mask=early_N < table_width, other=0)
+    if KEYS_FIRST:
+        early_block_S = tl.load(table + tl.minimum(early_S // BLOCK_SIZE, table_width - 1))
+        early_at_SD = _places(early_block_S, early_S, BLOCK_SIZE, HEAD_DIM)
+        # Volatile, or the assembler moves them behind the branch on the limits.
+        k_SD, v_SD = tl.load(keys_SD + early_at_SD, volatile=True), tl.load(values_SD + early_at_SD, volatile=True)
+        q = tl.load(q_RND + q_at)  # after the keys: right behind it come a move to shared memory and the wait for it
+    else:
+        q = tl.load(q_RND + q_at)
+        early_block_S = tl.load(table + early_S // BLOCK_SIZE, mask=early_S // BLOCK_SIZE < table_width, other=0)
 
     last_key = tl.max(limit_T, axis=0)
     lowest_key, first, end = _chunks_seen(limit_T, last_key, WINDOW)
@@ -171,25 +237,34 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
     if split >= tl.maximum(sharing, 1):
         return
 
-    head_offset = kv_head.to(tl.int64) * cache_head_stride
     place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS
     kept_TD, kept_T = scratch_out + t[:, None] * HEAD_DIM + d[None], scratch_stats + t
     out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
-    for chunk in range(first + split, end, SPLITS):
-        start = _chunk_start(chunk)
-        if WINDOW > 0:  # whole turns of the loop before the window are left out
-            start += tl.maximum(lowest_key - start, 0) // KEYS * KEYS
-        stop = tl.minimum(_chunk_start(chunk + 1), last_key + 1)
-        chunk_TD, chunk_top_T, chunk_total_T = _attend_chunk(
-            q_TD, keys_MSD + head_offset, values_MSD + head_offset, table, start, stop, lowest_key, limit_T,
-            early, early_block_S, scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW,
-        )  # fmt: skip
-        if SPLITS == 1:
-            out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
-        else:
+    next_chunk = first + split
+    if KEYS_FIRST:
+        read_SD = tl.expand_dims(early_S <= last_key, -1)
+        k_SD, v_SD = tl.where(read_SD, k_SD, 0.0), tl.where(read_SD, v_SD, 0.0)
+        out_TD, top_T, total_T = _attend_own(q, k_SD, v_SD, early_S, limit_T, scale_log2, WINDOW)
+        if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
             if count > 1:
-                _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
-            out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
+                _keep(kept_TD, kept_T, place + split, out_TD, top_T, total_T, TILE, HEAD_DIM)
+        next_chunk += SPLITS
+    if not KEYS_FIRST or SPLITS < CHUNKS:  # else nobody has a second chunk
+        for chunk in range(next_chunk, end, SPLITS):
+            start = _chunk_start(chunk)
+            if WINDOW > 0:  # whole turns of the loop before the window are left out
+                start += tl.maximum(lowest_key - start, 0) // KEYS * KEYS
+            stop = tl.minimum(_chunk_start(chunk + 1), last_key + 1)
+            chunk_TD, chunk_top_T, chunk_total_T = _attend_chunk(
+                q, keys_SD, values_SD, table, start, stop, lowest_key, limit_T, key_S, early, early_block_S,
+                scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW, OWN, KEYS_FIRST,
+            )  # fmt: skip
+            if SPLITS == 1:
+                out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+            else:
+                if count > 1:
+                    _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
+                out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
 
     if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
         if count > 1:
@@ -216,8 +291,9 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
     q_RND = q_RND if q_RND.stride(2) == 1 else q_RND.contiguous()
     out_RND = torch.empty((rows, heads, head_dim), dtype=q_RND.dtype, device=q_RND.device)
     scratch = plan.scratch
-    tiles = plan.tables_BN.shape[0] * -(-plan.rows // plan.tile_rows)
-    keys, warps, stages = _launch_sizes(plan.tile_size, head_dim, q_RND.dtype)
+    group = heads // kv_heads
+    tiles = plan.tables_BN.shape[0] * -(-plan.rows * group // plan.tile_size)
+    keys, warps, stages = _launch_sizes(plan, head_dim, q_RND.dtype)
     with torch.cuda.device_of(q_RND):
         _decode_tile[(tiles, kv_heads, plan.splits)](
             out_RND,
@@ -234,8 +310,7 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
             cache.keys_MSD.stride(0),
             head_dim**-0.5 * _LOG2_E.value,
             ROWS=plan.rows,
-            TILE_ROWS=plan.tile_rows,
-            GROUP=heads // kv_heads,
+            GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=plan.block_size,
             TILE=plan.tile_size,
@@ -244,6 +319,8 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
             SPLITS=plan.splits,
             WINDOW=cache.window or 0,
             SINKS=cache.sinks_N is not None,
+            OWN=plan.own_keys,
+            KEYS_FIRST=loads_keys_first(plan, head_dim, cache.window or 0),
             EARLY=launches_early(q_RND.device),
             num_warps=warps,
             num_stages=stages,
@@ -252,10 +329,17 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
     return out_RND
 
 
-def _launch_sizes(tile_size: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def loads_keys_first(plan: DecodePlan, head_dim: int, window: int) -> bool:
+    """Of more than 64 dims they would take too many registers; splits past the fine chunks begin with several turns."""
+    return plan.own_keys and not window and head_dim <= 64 and plan.splits <= MOST_EARLY
+
+
+def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Keys per turn of the loop, which divide a chunk; warps; pipeline stages."""
+    if plan.own_keys:
+        return FINE_KEYS, 4, 1
     if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
-        return (32 if head_dim <= 64 else 16), (4 if tile_size <= 16 else 8), 2
+        return (32 if head_dim <= 64 else 16), (4 if plan.tile_size <= 16 else 8), 2
     # The loads of keys wait for those of block ids: seven stages are three tiles of keys and values in flight.
     if head_dim == 256:
         return 16, 4, 7

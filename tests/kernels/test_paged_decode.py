@@ -1,7 +1,8 @@
 """Decoding attention with a fixed plan, both forms, against a loop over rows; what nobody sees holds NaN."""
 
+from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -9,7 +10,17 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.paged_attention import paged_attention, plan_rectangles
-from peagle.kernels.paged_decode import FINE_KEYS, CacheView, DecodePlan, chunk_start, num_chunks, plan_decode
+from peagle.kernels.paged_decode import (
+    FINE_KEYS,
+    CacheView,
+    DecodePlan,
+    chunk_start,
+    most_scratch_bytes,
+    num_chunks,
+    paged_decode_ref,
+    plan_decode,
+    tile_form,
+)
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
@@ -18,7 +29,8 @@ interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_int
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 
 BLOCK = 16
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative, 2-norm of the whole output
+# Relative, 2-norm of the whole output.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Case:
@@ -102,6 +114,16 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out.double().cpu() - expected).norm() / expected.norm())
 
 
+# Heads, key-value heads and dims of SmolLM2, Qwen2.5-0.5B and 1.5B, Qwen3-8B and gpt-oss-20b; sliding window.
+SHAPES = (
+    (9, 3, 64, None),
+    (14, 2, 64, None),
+    (12, 2, 128, None),
+    (32, 8, 128, None),
+    (64, 8, 64, None),
+    (64, 8, 64, 128),
+)
+
 CASES = {
     "one row": (1, [530, 1, 0, 17], {}),
     "verify": (4, [4, 700, 2, 33], {}),
@@ -146,32 +168,69 @@ def test_the_split_follows_from_batch_and_width():
         sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, **changes}
         return plan_decode(8, tables[batch], 16, backend="torch", **sizes).splits
 
-    assert [splits(batch) for batch in (1, 8, 64)] == [32, 5, 1]  # 32 chunks in 8,192 keys
-    plan = plan_decode(8, tables[1], 16, heads=14, kv_heads=2, head_dim=64, backend="torch")
-    assert (plan.tile_rows, plan.tile_size) == (8, 64)
-    plan = plan_decode(14, tables[1], 16, heads=64, kv_heads=8, head_dim=64, backend="torch")
-    assert (plan.tile_rows, plan.tile_size) == (8, 64)
+    assert [splits(batch) for batch in (1, 8, 64)] == [32, 4, 1]  # 32 chunks in 8,192 keys
+    assert [splits(batch, heads=9, kv_heads=3, head_dim=64) for batch in (1, 8, 64)] == [16, 7, 1]
+
+
+@pytest.mark.parametrize("heads,kv_heads,dim,forms", [
+    (9, 3, 64, {1: (8, True), 8: (8, True), 16: (16, True)}),
+    (14, 2, 64, {1: (8, True), 4: (16, True), 8: (16, True), 16: (64, False)}),
+    (64, 8, 64, {1: (8, True), 8: (16, True), 9: (64, False)}),
+    (12, 2, 128, {1: (16, True), 2: (16, True), 8: (64, False)}),
+    (32, 8, 128, {1: (16, True), 4: (16, True), 8: (32, False)}),
+    (4, 2, 256, {1: (16, False), 64: (32, False)}),
+])  # fmt: skip
+def test_the_form_follows_from_the_request_alone(
+    heads: int, kv_heads: int, dim: int, forms: dict[int, tuple[int, bool]]
+):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "backend": "torch"}
+    for rows, form in forms.items():
+        for batch in (1, 64):
+            plan = plan_decode(rows, torch.zeros(batch, 64, dtype=torch.int32), 16, **sizes)
+            assert (plan.tile_size, plan.own_keys) == form
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_scratch_is_accounted_for(dim: int, group: int):
+    for rows, batch, kv_heads in product((1, 4, 8, 40), (1, 5, 16, 33, 100), (1, 2, 8)):
+        tables = torch.zeros(batch, 256, dtype=torch.int32, device="meta")
+        plan = plan_decode(rows, tables, 16, heads=group * kv_heads, kv_heads=kv_heads, head_dim=dim, backend="triton")
+        if plan.scratch is not None:
+            taken = plan.scratch.out_WMCTD.nbytes + plan.scratch.stats_WMC2T.nbytes
+            assert taken <= most_scratch_bytes(256 * 16, dim)
 
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize("tile", [16, 64])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_two_programs_fit_on_a_multiprocessor_of_hopper(tile: int, dim: int):
-    from peagle.kernels.paged_decode_triton import _decode_tile, _launch_sizes
+@pytest.mark.parametrize("rows,group,dim,window", [
+    (8, 3, 64, 0), (8, 7, 64, 0), (8, 8, 64, 0), (8, 8, 64, 128), (16, 8, 64, 0), (1, 4, 128, 0), (8, 4, 128, 0),
+    (8, 6, 128, 0), (8, 2, 256, 0), (16, 2, 256, 0),
+])  # fmt: skip
+@pytest.mark.parametrize("splits", [1, 4])
+def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: int, window: int, splits: int):
+    from peagle.kernels.paged_decode_triton import _decode_tile, _launch_sizes, loads_keys_first
 
-    keys, warps, stages = _launch_sizes(tile, dim, torch.bfloat16)
+    plan = plan_decode(
+        rows, torch.zeros(1, 256, device="meta"), BLOCK, heads=group, kv_heads=1, head_dim=dim, backend="torch",
+        splits=splits,
+    )  # fmt: skip
+    keys, warps, stages = _launch_sizes(plan, dim, torch.bfloat16)
     assert FINE_KEYS % keys == 0
+    first = loads_keys_first(plan, dim, window)
+    assert first == (dim == 64 and window == 0 and plan.own_keys)
     kinds = {"limit_R": "*i64", "tables_BN": "*i32", "arrivals": "*i32", "table_width": "i32", "scale_log2": "fp32"}
     scratch = dict.fromkeys(("scratch_out", "scratch_stats"), "*fp32")
     compiled = compile_for_hopper(
-        _decode_tile, kinds | scratch, warps, stages, ROWS=8, TILE_ROWS=8, GROUP=tile // 8, HEAD_DIM=dim,
-        BLOCK_SIZE=BLOCK, TILE=tile, KEYS=keys, CHUNKS=24, SPLITS=4, WINDOW=0, SINKS=False, EARLY=True,
+        _decode_tile, kinds | scratch, warps, stages, ROWS=rows, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=BLOCK,
+        TILE=plan.tile_size, KEYS=keys, CHUNKS=24, SPLITS=splits, WINDOW=window, SINKS=window > 0, OWN=plan.own_keys,
+        KEYS_FIRST=first, EARLY=True,
     )  # fmt: skip
-    assert compiled.metadata.shared < 227 * 1024 // 2
+    assert compiled.metadata.shared < 227 * 1024 // tile_form(dim, rows * group)[2]
     ptx = compiled.asm["ptx"]
-    assert "cp.async" in ptx
-    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
+    assert ("cp.async" in ptx) != plan.own_keys
+    assert ("ld.volatile" in ptx) == first
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.")
     assert "griddepcontrol.wait" not in ptx  # nothing lets it start before what it reads is there
 
 
@@ -203,17 +262,37 @@ def test_interpreted_groups(heads: int, kv_heads: int, dim: int):
     assert error(case.run(case.plan("triton")), case.expected()) < TOLERANCE[torch.float32]
 
 
+FORMS = {(8, True): (2, 6, 2, 16), (16, True): (4, 7, 1, 16), (16, "wide"): (2, 7, 1, 128), (64, False): (5, 20, 1, 16)}
+
+
 @interpreter
 @pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter does not multiply bfloat16
+@pytest.mark.parametrize("settings", [{}, {"window": 600, "sinks": True, "dead": 1}])
+@pytest.mark.parametrize("form", FORMS)
+def test_interpreted_forms_past_the_fine_chunks(form: tuple[int, object], settings: dict[str, int], dtype: torch.dtype):
+    rows, heads, kv_heads, dim = FORMS[form]
+    case = Case(rows, [2700, 130], heads, kv_heads, dim, dtype=dtype, **settings)
+    alone = case.run(case.plan("triton", 1))
+    assert error(alone, case.expected()) < TOLERANCE[dtype]
+    for splits in (3, 17, None):
+        plan = case.plan("triton", splits)
+        assert (plan.tile_size, plan.own_keys) == (form[0], bool(form[1]))
+        assert torch.equal(case.run(plan), alone)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("heads,kv_heads,dim", [(6, 2, 16), (7, 1, 16), (20, 1, 16), (4, 1, 128), (7, 1, 128)])
 @pytest.mark.parametrize("settings", [{}, {"window": 150}])
-def test_interpreted_rows_do_not_depend_on_neighbours(settings: dict[str, int]):
+def test_interpreted_rows_do_not_depend_on_neighbours(heads: int, kv_heads: int, dim: int, settings: dict[str, int]):
     """A request alone, in a wider table, and one row at a time."""
-    case = Case(4, [700, 30, 410], 6, 2, 16, **settings)
+    case = Case(4, [700, 30, 410], heads, kv_heads, dim, **settings)
     together = case.run(case.plan("triton"))
     tables = torch.zeros(1, 90, dtype=torch.int32)
     tables[0, : case.tables_BN.shape[1]] = case.tables_BN[2]
     for rows in ([8, 9, 10, 11], [9], [10, 11]):
-        plan = plan_decode(len(rows), tables, BLOCK, heads=6, kv_heads=2, head_dim=16, backend="triton")
+        plan = plan_decode(len(rows), tables, BLOCK, heads=heads, kv_heads=kv_heads, head_dim=dim, backend="triton")
         alone = paged_attention(case.q_RND[rows], case.view()._replace(limit_R=case.limit_R[rows]), plan)
         torch.testing.assert_close(alone, together[rows], rtol=0, atol=0 if len(rows) == 4 else 1e-6)
 
@@ -243,6 +322,42 @@ def test_on_gpu(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, name: s
     assert error(outs[0], case.expected()) < TOLERANCE[dtype]
     for out in outs[1:]:
         assert torch.equal(out, outs[0])
+
+
+def run_part(case: Case, requests: int, rows: int) -> tuple[Tensor, DecodePlan, Tensor, CacheView]:
+    """The last `rows` rows of the first requests: the answer, and what to ask for it again."""
+    q_RND, limit_R = (
+        x.view(-1, case.rows, *x.shape[1:])[:requests, -rows:].flatten(0, 1) for x in (case.q_RND, case.limit_R)
+    )
+    tables, cache = case.tables_BN[:requests], case.view()._replace(limit_R=limit_R)
+    sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.dim}
+    plan = plan_decode(rows, tables, BLOCK, backend="triton", **sizes)
+    return paged_attention(q_RND, cache, plan), plan, q_RND, cache
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads,kv_heads,dim,window", SHAPES)
+def test_shapes_on_gpu(heads: int, kv_heads: int, dim: int, window: int | None):
+    """Any number of rows, of requests and of keys: right, and the same bits for one request as for 64, ten times."""
+    lengths = [1200, 0, 1, 7, 127, 128, 129, 2048, 2049, 5000, *np.random.default_rng(5).integers(0, 5000, 54).tolist()]
+    case = Case(8, lengths, heads, kv_heads, dim, window=window, sinks=window is not None, dtype=torch.bfloat16,
+                device="cuda")  # fmt: skip
+    for rows in range(1, 9):
+        out, plan, q_RND, cache = run_part(case, 64, rows)
+        for first in range(0, 64, 8):  # not all at once: float64 of all keys
+            some, at = slice(first * rows, (first + 8) * rows), slice(first, first + 8)
+            view = CacheView(
+                cache.keys_MSD.double(), cache.values_MSD.double(), cache.limit_R[some], window,
+                None if cache.sinks_N is None else cache.sinks_N.double(),
+            )  # fmt: skip
+            expected = paged_decode_ref(q_RND[some].double(), view, replace(plan, tables_BN=plan.tables_BN[at]))
+            assert error(out[some], expected.cpu()) < TOLERANCE[torch.bfloat16]
+        for requests in (1, 8, 64):
+            again, plan, q_RND, cache = run_part(case, requests, rows)
+            for _ in range(10):
+                assert torch.equal(again, out[: requests * rows])
+                again = paged_attention(q_RND, cache, plan)
 
 
 @gpu
