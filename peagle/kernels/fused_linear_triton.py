@@ -61,7 +61,7 @@ def _diagonal(square_SRR: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _over_warps(acc_SRO: tl.tensor, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+def over_warps(acc_SRO: tl.tensor, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
     """The warps' sums added up, by threads that hold those of all four: `tl.sum` brings them there one at a time."""
     low_RO, high_RO = tl.split(tl.permute(tl.reshape(acc_SRO, [2, SLICES // 2, ROWS, COLUMNS]), (1, 2, 3, 0)))
     low_RO, high_RO = tl.split(tl.permute(low_RO + high_RO, (1, 2, 0)))
@@ -103,7 +103,7 @@ def linear_tile(x_RI: tl.tensor, norm_I: tl.tensor, weight_OI: tl.tensor, bias_O
         scale_R = scale_R * 0.0 + 1.0  # it is in the inputs
     elif NORM:
         scale_R = tl.rsqrt(_diagonal(square_SRR, ROWS) / IN + eps)
-    total_RO = _over_warps(acc_SRO, SLICES, ROWS, COLUMNS) * scale_R[:, None]
+    total_RO = over_warps(acc_SRO, SLICES, ROWS, COLUMNS) * scale_R[:, None]
     if BIAS:
         total_RO += own_O[None]
     return total_RO.to(dtype)

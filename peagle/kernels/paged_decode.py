@@ -14,11 +14,9 @@ So how many programs share the chunks may follow from the batch and the table's 
 same whatever its neighbours, in its own request or others. (Only the number of rows of a request may change a bit: it
 sets the tile, and with it the instruction that multiplies.)
 
-A tile is (row, query head) pairs of one request and kv head. Its programs take one of two forms, by head dim and pairs:
-
-* Own keys: a turn is `FINE_KEYS` keys, of which each warp scores, weighs and sums its own run without the others. The
-  shortest wait, for few pairs: tiles are small, so with many pairs keys would be read too often.
-* Streamed: all warps share fewer keys a turn, and the next turns are on their way meanwhile.
+A tile is (row, query head) pairs of one request and kv head. Of few pairs each warp has its own of a turn's `FINE_KEYS`
+keys, and waits for no other; tiles are small, so with many pairs keys would be read too often. Those are streamed: the
+warps share fewer keys a turn, and the next turns are on their way meanwhile.
 """
 
 from dataclasses import dataclass
@@ -35,8 +33,7 @@ FINE_KEYS = 128
 _DOUBLING_CHUNKS = 8
 _MULTIPROCESSORS = 132  # an H200's
 _MAX_TILE = 64
-# More programs of own keys: none is shorter up to 2,048 keys, little is beyond, and idle ones cost time.
-MOST_EARLY = 16
+MOST_EARLY = 16  # programs of own keys that share a tile: as many as fine chunks; idle ones cost time
 
 
 class CacheView(NamedTuple):
@@ -75,7 +72,7 @@ class DecodePlan:
     block_size: int
     triton: bool
     tile_size: int  # pairs, a power of two
-    own_keys: bool
+    own_keys: bool  # each warp
     chunks: int  # that a table's width holds
     splits: int  # programs that share a tile's chunks
     scratch: SplitScratch | None  # None where nothing is shared
@@ -102,9 +99,8 @@ def plan_decode(
     triton = use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256)
     tile_size, own_keys, resident = tile_form(head_dim, heads // kv_heads if backend == INVARIANT else pairs)
     tiles = batch * -(-pairs // tile_size)
-    if splits is None:  # all programs run at once
-        splits = max(1, resident * _MULTIPROCESSORS // (tiles * kv_heads))
-        splits = min(splits, MOST_EARLY) if own_keys else splits
+    if splits is None:  # all programs run at once: a second wave costs more than it shares
+        splits = min(max(1, resident * _MULTIPROCESSORS // (tiles * kv_heads)), MOST_EARLY if own_keys else chunks)
     splits = min(splits, chunks)
     scratch = None
     if triton and splits > 1:
@@ -118,10 +114,8 @@ def plan_decode(
 
 
 def tile_form(head_dim: int, pairs: int) -> tuple[int, bool, int]:
-    """Pairs of a tile; whether warps have their own keys; programs that a multiprocessor holds.
-
-    Neither may follow from the number of requests: bits do from both.
-    """
+    """Pairs of a tile; whether warps have their own keys; programs that a multiprocessor holds. Bits follow from the
+    first two, so these may not from the number of requests."""
     if head_dim <= 64 and pairs <= 64:
         return (8, True, 4) if pairs <= 24 else (16, True, 3)
     if head_dim == 128 and pairs <= 16:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.early_launch import launches_early, let_next_start
+from peagle.kernels.fused_linear_triton import over_warps
 from peagle.kernels.paged_decode import FINE_KEYS, MOST_EARLY, CacheView, DecodePlan
 
 _FINE = tl.constexpr(FINE_KEYS)
@@ -136,16 +137,8 @@ def _attend_own(q: tl.tensor, k_WSD: tl.tensor, v_WSD: tl.tensor, position_WS: t
         out_WTD = tl.dot(weights_WTS, v_WSD, input_precision="ieee")
     top_T = tl.max(top_WT, axis=0)
     share_WT = tl.exp2(top_WT - top_T[None])
-    return _over_warps(out_WTD * share_WT[:, :, None]), top_T, tl.sum(total_WT * share_WT, axis=0)
-
-
-@triton.jit
-def _over_warps(x_WAB: tl.tensor) -> tl.tensor:
-    """The sum over the first dimension, 4, in pairs."""
-    x_VWAB = tl.reshape(x_WAB, [2, 2, x_WAB.shape[1], x_WAB.shape[2]])
-    low, high = tl.split(tl.permute(x_VWAB, (1, 2, 3, 0)))
-    low, high = tl.split(tl.permute(low + high, (1, 2, 0)))
-    return low + high
+    out_TD = over_warps(out_WTD * share_WT[:, :, None], 4, out_WTD.shape[1], out_WTD.shape[2])
+    return out_TD, top_T, tl.sum(total_WT * share_WT, axis=0)
 
 
 @triton.jit
@@ -320,18 +313,14 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
             WINDOW=cache.window or 0,
             SINKS=cache.sinks_N is not None,
             OWN=plan.own_keys,
-            KEYS_FIRST=loads_keys_first(plan, head_dim, cache.window or 0),
+            # Of more dims they would take too many registers; splits past the fine chunks begin with several turns.
+            KEYS_FIRST=plan.own_keys and not cache.window and head_dim <= 64 and plan.splits <= MOST_EARLY,
             EARLY=launches_early(q_RND.device),
             num_warps=warps,
             num_stages=stages,
             enable_fp_fusion=False,  # folding in registers and folding from memory must round alike
         )
     return out_RND
-
-
-def loads_keys_first(plan: DecodePlan, head_dim: int, window: int) -> bool:
-    """Of more than 64 dims they would take too many registers; splits past the fine chunks begin with several turns."""
-    return plan.own_keys and not window and head_dim <= 64 and plan.splits <= MOST_EARLY
 
 
 def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:

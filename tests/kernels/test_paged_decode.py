@@ -209,7 +209,7 @@ def test_scratch_is_accounted_for(dim: int, group: int):
 ])  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 4])
 def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: int, window: int, splits: int):
-    from peagle.kernels.paged_decode_triton import _decode_tile, _launch_sizes, loads_keys_first
+    from peagle.kernels.paged_decode_triton import _decode_tile, _launch_sizes
 
     plan = plan_decode(
         rows, torch.zeros(1, 256, device="meta"), BLOCK, heads=group, kv_heads=1, head_dim=dim, backend="torch",
@@ -217,8 +217,7 @@ def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: 
     )  # fmt: skip
     keys, warps, stages = _launch_sizes(plan, dim, torch.bfloat16)
     assert FINE_KEYS % keys == 0
-    first = loads_keys_first(plan, dim, window)
-    assert first == (dim == 64 and window == 0 and plan.own_keys)
+    first = dim == 64 and window == 0 and plan.own_keys
     kinds = {"limit_R": "*i64", "tables_BN": "*i32", "arrivals": "*i32", "table_width": "i32", "scale_log2": "fp32"}
     scratch = dict.fromkeys(("scratch_out", "scratch_stats"), "*fp32")
     compiled = compile_for_hopper(
