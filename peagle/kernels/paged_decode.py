@@ -10,13 +10,13 @@ nothing but the row itself, the split has no say in the arithmetic:
 * A chunk is attended to from a fresh start, whoever does it, and chunks are folded together in order of position.
 * A chunk of which a row sees nothing changes no bit of that row.
 
-So how many programs share the chunks may follow from the batch and the table's width alone, and a row comes out the
-same whatever its neighbours, in its own request or others. (Only the number of rows of a request may change a bit: it
-sets the tile, and with it the instruction that multiplies.)
+So how many programs share the chunks may follow from the batch and the table's width alone.
 
-A tile is (row, query head) pairs of one request and kv head. Of few pairs each warp has its own of a turn's `FINE_KEYS`
-keys, and waits for no other; tiles are small, so with many pairs keys would be read too often. Those are streamed: the
-warps share fewer keys a turn, and the next turns are on their way meanwhile.
+A tile is (row, query head) pairs of one request and kv head. Of few requests each warp has its own of a turn's
+`FINE_KEYS` keys, and waits for no other; tiles are small, so with many pairs keys would be read too often. Those are
+streamed: the warps share fewer keys a turn, and the next turns are on their way meanwhile. Which it is, and a tile's
+height, may change a row's last bits. For `INVARIANT` both follow from the model alone, and a row comes out the same
+whatever its neighbours, in its own request or others.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,9 @@ from peagle.kernels.backend import INVARIANT, use_triton
 FINE_KEYS = 128
 _DOUBLING_CHUNKS = 8
 _MULTIPROCESSORS = 132  # an H200's
+_MOST_RESIDENT = 3  # programs of one of them
 _MAX_TILE = 64
+_FEW_TILES = 64  # of 16 pairs: with more, to read keys several times costs more than to wait
 MOST_EARLY = 16  # programs of own keys that share a tile: as many as fine chunks; idle ones cost time
 
 
@@ -92,12 +94,13 @@ def plan_decode(
     """Plan passes of `rows` rows for each of the B requests whose block tables are, and stay, in `tables_BN`.
 
     `backend` "auto" is Triton on CUDA; a head dim that does not tile (other than 16 to 256, powers of two) goes to
-    torch. `splits` None chooses by batch and table width. For `INVARIANT` tiles are the same for any `rows`.
+    torch. `splits` None chooses by batch and table width. For `INVARIANT` tiles are as for one row of one request.
     """
-    device, batch = tables_BN.device, tables_BN.shape[0]
-    pairs, chunks = rows * (heads // kv_heads), num_chunks(tables_BN.shape[1] * block_size)
+    device, batch, group = tables_BN.device, tables_BN.shape[0], heads // kv_heads
+    pairs, chunks = rows * group, num_chunks(tables_BN.shape[1] * block_size)
     triton = use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256)
-    tile_size, own_keys, resident = tile_form(head_dim, heads // kv_heads if backend == INVARIANT else pairs)
+    judged = (group, kv_heads) if backend == INVARIANT else (pairs, batch * kv_heads)
+    tile_size, own_keys, resident = tile_form(head_dim, *judged)
     tiles = batch * -(-pairs // tile_size)
     if splits is None:  # all programs run at once: a second wave costs more than it shares
         splits = min(max(1, resident * _MULTIPROCESSORS // (tiles * kv_heads)), MOST_EARLY if own_keys else chunks)
@@ -113,21 +116,19 @@ def plan_decode(
     return DecodePlan(rows, tables_BN, block_size, triton, tile_size, own_keys, chunks, splits, scratch)
 
 
-def tile_form(head_dim: int, pairs: int) -> tuple[int, bool, int]:
-    """Pairs of a tile; whether warps have their own keys; programs that a multiprocessor holds. Bits follow from the
-    first two, so these may not from the number of requests."""
-    if head_dim <= 64 and pairs <= 64:
-        return (8, True, 4) if pairs <= 24 else (16, True, 3)
-    if head_dim == 128 and pairs <= 16:
-        return 16, True, 2
+def tile_form(head_dim: int, pairs: int, kv_heads: int) -> tuple[int, bool, int]:
+    """Pairs of a tile; whether warps have their own keys; programs that a multiprocessor is to hold. `kv_heads` are
+    those of all requests, and each has so many pairs."""
+    if head_dim <= 128 and pairs <= _MAX_TILE and kv_heads * -(-pairs // 16) <= _FEW_TILES:
+        return (8, True, 3) if head_dim <= 64 and pairs <= 24 else (16, True, 2)
     most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
-    return max(16, min(power_of_two(pairs), most)), False, 2
+    tile_size = max(16, min(power_of_two(pairs), most))
+    return tile_size, False, max(1, min(8192 // (head_dim * tile_size), _MOST_RESIDENT))
 
 
 def most_scratch_bytes(keys: int, head_dim: int) -> int:
-    """No plan for tables of so many keys takes more scratch: what is shared leaves room for as many tiles again, of
-    `_MAX_TILE` pairs if streamed, of no more than a quarter in twice as many programs otherwise."""
-    return _MULTIPROCESSORS * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
+    """No plan for tables of so many keys takes more scratch: tiles that are shared leave room for as many programs."""
+    return _MOST_RESIDENT * _MULTIPROCESSORS // 2 * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
 
 
 def power_of_two(least: int) -> int:

@@ -16,7 +16,7 @@ from peagle.kernels import stream_linear
 from peagle.kernels.backend import INVARIANT
 from peagle.kernels.stream_linear import prefers_stream
 from peagle.models.decoder import TargetModel
-from peagle.models.layers import use_kernels
+from peagle.models.layers import RopeSpec, use_kernels
 from peagle.models.target import Target
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import force_drafts, random_prompts, tiny_llm, tiny_spec, tiny_tokenizer
@@ -67,7 +67,9 @@ def test_needs_triton():
 
 def engine(shape: str, drafts: int, kernels: str = INVARIANT, **settings: Any) -> LLM:
     """Random weights in bfloat16, a head of two layers."""
-    spec = tiny_spec(num_layers=3, max_position_embeddings=1024, vocab_size=96, **SHAPES[shape])
+    sizes = SHAPES[shape]
+    rope = RopeSpec(theta=1e4, head_dim=sizes["head_dim"])
+    spec = tiny_spec(num_layers=3, max_position_embeddings=1024, rope=rope, **sizes)
     model = TargetModel(spec).eval().requires_grad_(False)
     random_weights(model, 3)
     target = Target("tiny", Path("tiny"), spec, model.to("cuda", torch.bfloat16), tiny_tokenizer())

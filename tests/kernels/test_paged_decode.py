@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.kernels.backend import INVARIANT
 from peagle.kernels.paged_attention import paged_attention, plan_rectangles
 from peagle.kernels.paged_decode import (
     FINE_KEYS,
@@ -168,26 +169,29 @@ def test_the_split_follows_from_batch_and_width():
         sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, **changes}
         return plan_decode(8, tables[batch], 16, backend="torch", **sizes).splits
 
-    assert [splits(batch) for batch in (1, 8, 64)] == [32, 4, 1]  # 32 chunks in 8,192 keys
-    assert [splits(batch, heads=9, kv_heads=3, head_dim=64) for batch in (1, 8, 64)] == [16, 7, 1]
+    assert [splits(batch) for batch in (1, 8, 64)] == [16, 4, 1]
+    assert splits(1, heads=40, head_dim=256) == 8  # of 32 chunks in 8,192 keys
+    assert [splits(batch, heads=9, kv_heads=3, head_dim=64) for batch in (1, 8, 64)] == [16, 5, 2]
 
 
 @pytest.mark.parametrize("heads,kv_heads,dim,forms", [
-    (9, 3, 64, {1: (8, True), 8: (8, True), 16: (16, True)}),
-    (14, 2, 64, {1: (8, True), 4: (16, True), 8: (16, True), 16: (64, False)}),
-    (64, 8, 64, {1: (8, True), 8: (16, True), 9: (64, False)}),
-    (12, 2, 128, {1: (16, True), 2: (16, True), 8: (64, False)}),
-    (32, 8, 128, {1: (16, True), 4: (16, True), 8: (32, False)}),
-    (4, 2, 256, {1: (16, False), 64: (32, False)}),
+    (9, 3, 64, {(1, 8): (8, True), (8, 8): (8, True), (16, 1): (16, True), (8, 64): (32, False)}),
+    (14, 2, 64, {(1, 1): (8, True), (4, 1): (16, True), (8, 8): (16, True), (16, 1): (64, False)}),
+    (64, 8, 64, {(1, 1): (8, True), (8, 1): (16, True), (9, 1): (64, False), (8, 8): (64, False)}),
+    (12, 2, 128, {(1, 1): (16, True), (8, 8): (16, True), (8, 64): (64, False)}),
+    (32, 8, 128, {(4, 8): (16, True), (8, 1): (16, True), (8, 8): (32, False)}),
+    (4, 2, 256, {(1, 1): (16, False), (64, 1): (32, False)}),
 ])  # fmt: skip
-def test_the_form_follows_from_the_request_alone(
-    heads: int, kv_heads: int, dim: int, forms: dict[int, tuple[int, bool]]
+def test_few_requests_have_warps_with_their_own_keys(
+    heads: int, kv_heads: int, dim: int, forms: dict[tuple[int, int], tuple[int, bool]]
 ):
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "backend": "torch"}
-    for rows, form in forms.items():
-        for batch in (1, 64):
-            plan = plan_decode(rows, torch.zeros(batch, 64, dtype=torch.int32), 16, **sizes)
-            assert (plan.tile_size, plan.own_keys) == form
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+    one = plan_decode(1, torch.zeros(1, 64), 16, backend=INVARIANT, **sizes)
+    for (rows, batch), form in forms.items():
+        plan = plan_decode(rows, torch.zeros(batch, 64), 16, backend="torch", **sizes)
+        assert (plan.tile_size, plan.own_keys) == form
+        plan = plan_decode(rows, torch.zeros(batch, 64), 16, backend=INVARIANT, **sizes)
+        assert (plan.tile_size, plan.own_keys) == (one.tile_size, one.own_keys)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
@@ -225,7 +229,7 @@ def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: 
         TILE=plan.tile_size, KEYS=keys, CHUNKS=24, SPLITS=splits, WINDOW=window, SINKS=window > 0, OWN=plan.own_keys,
         KEYS_FIRST=first, EARLY=True,
     )  # fmt: skip
-    assert compiled.metadata.shared < 227 * 1024 // tile_form(dim, rows * group)[2]
+    assert compiled.metadata.shared < 227 * 1024 // tile_form(dim, rows * group, 1)[2]
     ptx = compiled.asm["ptx"]
     assert ("cp.async" in ptx) != plan.own_keys
     assert ("ld.volatile" in ptx) == first
@@ -324,27 +328,30 @@ def test_on_gpu(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, name: s
         assert torch.equal(out, outs[0])
 
 
-def run_part(case: Case, requests: int, rows: int) -> tuple[Tensor, DecodePlan, Tensor, CacheView]:
+def run_part(case: Case, requests: int, rows: int, backend: str) -> tuple[Tensor, DecodePlan, Tensor, CacheView]:
     """The last `rows` rows of the first requests: the answer, and what to ask for it again."""
     q_RND, limit_R = (
-        x.view(-1, case.rows, *x.shape[1:])[:requests, -rows:].flatten(0, 1) for x in (case.q_RND, case.limit_R)
+        x.view(-1, case.rows, *x.shape[1:])[:requests, -rows:].flatten(0, 1).contiguous()
+        for x in (case.q_RND, case.limit_R)
     )
     tables, cache = case.tables_BN[:requests], case.view()._replace(limit_R=limit_R)
     sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.dim}
-    plan = plan_decode(rows, tables, BLOCK, backend="triton", **sizes)
+    plan = plan_decode(rows, tables, BLOCK, backend=backend, **sizes)
     return paged_attention(q_RND, cache, plan), plan, q_RND, cache
 
 
 @gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", INVARIANT])
 @pytest.mark.parametrize("heads,kv_heads,dim,window", SHAPES)
-def test_shapes_on_gpu(heads: int, kv_heads: int, dim: int, window: int | None):
-    """Any number of rows, of requests and of keys: right, and the same bits for one request as for 64, ten times."""
+def test_shapes_on_gpu(heads: int, kv_heads: int, dim: int, window: int | None, backend: str):
+    """Any number of rows, of requests and of keys: right, and the same ten times; `INVARIANT`: the same bits for one
+    request as for 64."""
     lengths = [1200, 0, 1, 7, 127, 128, 129, 2048, 2049, 5000, *np.random.default_rng(5).integers(0, 5000, 54).tolist()]
     case = Case(8, lengths, heads, kv_heads, dim, window=window, sinks=window is not None, dtype=torch.bfloat16,
                 device="cuda")  # fmt: skip
     for rows in range(1, 9):
-        out, plan, q_RND, cache = run_part(case, 64, rows)
+        out, plan, q_RND, cache = run_part(case, 64, rows, backend)
         for first in range(0, 64, 8):  # not all at once: float64 of all keys
             some, at = slice(first * rows, (first + 8) * rows), slice(first, first + 8)
             view = CacheView(
@@ -354,10 +361,11 @@ def test_shapes_on_gpu(heads: int, kv_heads: int, dim: int, window: int | None):
             expected = paged_decode_ref(q_RND[some].double(), view, replace(plan, tables_BN=plan.tables_BN[at]))
             assert error(out[some], expected.cpu()) < TOLERANCE[torch.bfloat16]
         for requests in (1, 8, 64):
-            again, plan, q_RND, cache = run_part(case, requests, rows)
+            part, plan, q_RND, cache = run_part(case, requests, rows, backend)
+            assert error(part, out[: requests * rows].double().cpu()) < TOLERANCE[torch.bfloat16]
+            assert torch.equal(part, out[: requests * rows]) or backend == "triton"
             for _ in range(10):
-                assert torch.equal(again, out[: requests * rows])
-                again = paged_attention(q_RND, cache, plan)
+                assert torch.equal(paged_attention(q_RND, cache, plan), part)
 
 
 @gpu
