@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from peagle.bench.prompt_sets import find_set
 from peagle.bench.report import check_result_path, command_line, provenance, write_result
 from peagle.bench.signals import ending_on_sigterm
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
+from peagle.bench.sweep_plots import PLOTS, plot_sweep
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource, Source
@@ -113,10 +114,7 @@ class Sweep:
         self._setting, self._begin = dict(setting), begin
         self.results = Results()
         self._here = provenance()
-        self._file = RunFile(out, self._key)
-        if resume:
-            for repeat, cell, run in self._file.read():
-                self.results.add(repeat, cell, run)
+        self._file, self._resume = RunFile(out, self._key), resume
 
     def _key(self, cell: Cell) -> str:
         """Fingerprint of what decides what the run of a cell is: a run of another is no run of this sweep."""
@@ -131,6 +129,8 @@ class Sweep:
         there."""
         plan = list(in_turns(datasets, setups, self._config.concurrency, self._config.repeats))
         self._plan = [cell for _, cell in plan]
+        if self._resume:
+            self._take_runs(set(plan))
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
         if len(todo) < len(plan):
             say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
@@ -146,6 +146,17 @@ class Sweep:
             raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
         self._finish(missing=left, report=True)
         return not left
+
+    def _take_runs(self, plan: Container[tuple[int, Cell]]) -> None:
+        """The runs that are there, as far as they are of this plan."""
+        outside = set()
+        for repeat, cell, run in self._file.read():
+            if (repeat, cell) in plan:
+                self.results.add(repeat, cell, run)
+            else:
+                outside.add((repeat, cell))
+        if outside:
+            say(self._console, f"left out: {len(outside)} runs outside this grid, which stay in {self._file.path}")
 
     def _warm_up(self, setups: Sequence[Setup]) -> None:
         begin = said = time.perf_counter()
@@ -212,6 +223,8 @@ class Sweep:
         whole = complete(rows, self._plan)
         written = [self._out] if self._synthetic else [self._out, *write_k_tables(whole, self._out)]
         written += _plots(rows, self._out, self._console, "SYNTHETIC acceptance" if self._synthetic else "")
+        for stale in _derived(self._out) - set(written):  # of a run before this one, of rows that are left out now
+            stale.unlink(missing_ok=True)
         say(self._console, "wrote " + ", ".join(map(str, written)))
 
 
@@ -289,9 +302,14 @@ def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:
     return paths
 
 
-def _plots(rows: Sequence[SweepRow], out: Path, console: Console, note: str) -> list[Path]:
-    from peagle.bench.sweep_plots import plot_sweep
+def _derived(out: Path) -> set[Path]:
+    """All that may be made of a result."""
+    tables = [f".k-table-{method}.json" for method in METHODS if method != PLAIN]
+    plots = [f"-{name}.{suffix}" for name in PLOTS for suffix in ("png", "svg")]
+    return {out.with_name(out.stem + ending) for ending in (*tables, *plots)}
 
+
+def _plots(rows: Sequence[SweepRow], out: Path, console: Console, note: str) -> list[Path]:
     try:
         return plot_sweep(rows, out, note)
     except PeagleError as error:

@@ -186,6 +186,29 @@ def test_a_larger_grid_keeps_its_runs_and_other_settings_do_not(tmp_path):
         assert len(other.asked) == 20
 
 
+def test_a_smaller_grid_leaves_runs_out_and_keeps_them(tmp_path):
+    from dataclasses import replace
+
+    out, alone = tmp_path / "sweep-x.json", tmp_path / "sweep-y.json"
+    sweep_of(MadeUp(), out)[0].measure(["a", "b"], SETUPS)
+    (tmp_path / "sweep-x-speed-up.png").write_text("of the larger grid")
+    (tmp_path / "sweep-x-large-speed-up.png").write_text("of another sweep")
+    runs = (tmp_path / "sweep-x.runs.jsonl").read_text()
+    config, fewer = replace(CONFIG, k=(3,), concurrency=(1,), repeats=1), setups_of([P_EAGLE, PLAIN], [3])
+    source = MadeUp()
+    again, console = sweep_of(source, out, config, resume=True)
+    assert again.measure(["a"], fewer)
+    assert not source.asked
+    assert "left out: 38 runs outside this grid, which stay in" in console.file.getvalue()
+    assert (tmp_path / "sweep-x.runs.jsonl").read_text() == runs
+    sweep_of(MadeUp(), alone, config)[0].measure(["a"], fewer)
+    assert read_result(out)["results"] == read_result(alone)["results"]
+    assert json.loads((tmp_path / "sweep-x.k-table-p-eagle.json").read_text()) == {"1": 3}
+    assert not (tmp_path / "sweep-x.k-table-eagle3.json").exists()
+    assert not (tmp_path / "sweep-x-speed-up.png").exists()
+    assert (tmp_path / "sweep-x-large-speed-up.png").exists()
+
+
 def test_another_head_is_measured_anew_alone(tmp_path):
     out, base = tmp_path / "sweep-x.json", {"datasets": {"a": {"sha256": "1"}}}
     heads = {P_EAGLE: {"sha256": "1"}, EAGLE3: {"sha256": "2"}}
