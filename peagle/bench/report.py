@@ -18,10 +18,13 @@ from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peagle
 from peagle.errors import PeagleError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Json = Mapping[str, Any]
 
@@ -70,12 +73,16 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json, whe
         partial.replace(path)
 
 
-def check_result_path(path: Path) -> None:
-    """Raise PeagleError where a result could not be written, before it takes hours to have one."""
+def check_result_path(path: Path, console: "Console | None" = None) -> None:
+    """Raise PeagleError where a result could not be written, before it takes hours to have one; tell a console which
+    file it will replace."""
     with _partial(path) as probe:
         if path.is_dir():
             raise PeagleError(f"the result {path} is a folder: give the name of a file in it")
         probe.touch()
+    if console is not None and path.exists():
+        text = f"{path} exists: what this run measures takes its place"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

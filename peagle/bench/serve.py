@@ -21,7 +21,7 @@ from peagle.bench.report import check_result_path, command_line, provenance, wri
 from peagle.bench.server_info import ServerInfo, check_fits, read_counters, read_server
 from peagle.bench.sets import PromptSet, load_prompts
 from peagle.bench.settings import WITHOUT_EFFECT, BenchServeConfig
-from peagle.bench.signals import ignore_signals, signals_put_back
+from peagle.bench.signals import ended_by, ignore_signals, signals_put_back
 from peagle.errors import PeagleError
 from peagle.files import sha256_of
 from peagle.meter import say
@@ -71,13 +71,17 @@ def run_bench_serve(config: BenchServeConfig, console: "Console | None" = None) 
     console = console or Console(stderr=True)
     asked = config.save_result or config.save_detailed or config.result_filename is not None
     if asked:
-        check_result_path(Path(config.result_dir or ".") / (config.result_filename or "serve.json"))
+        folder, name = Path(config.result_dir or "."), config.result_filename
+        check_result_path(folder / (name or "serve.json"), console if name else None)
     measured = measure(config, console)
     stopped = measured.load.stopped_by
     path = _result_path(config, measured) if asked or stopped is not None else None
     with signals_put_back():
         ignore_signals()
         results = measured.results(config)
+        if path is not None and stopped is not None and path.exists() and not results["rows"][0]["completed"]:
+            say(console, f"no request has ended: {path} stays as it was")
+            path = None
         try:
             if path is not None:
                 _save(path, config, measured, results)
@@ -132,7 +136,7 @@ async def _measure(config: BenchServeConfig, prompts: PromptSet, console: "Conso
 
 def _check_warm(load: Load) -> None:
     if load.stopped_by is not None:
-        raise KeyboardInterrupt
+        raise ended_by(load.stopped_by)
     failed = next((answer for answer in load.answers if not answer.whole), None)
     if failed is not None:
         raise PeagleError(f"a warm-up request failed ({failed.failure}: {failed.detail}): nothing was measured")

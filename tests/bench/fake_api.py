@@ -25,10 +25,15 @@ class FakeApi:
     peak: int = 0
     rounds: int = 100
     max_model_len: int | None = None
+    stalled: str | None = None  # a path that never answers
+    waiting: int = 0  # how many ask for it
 
     async def handle(self, request):
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "bad key"}}, status=401)
+        if request.path == self.stalled:
+            self.waiting += 1
+            await asyncio.sleep(30)
         if request.path == "/v1/models":
             length = {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
             return web.json_response({"data": [{"id": name, **length} for name in self.models]})
