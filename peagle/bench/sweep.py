@@ -134,17 +134,17 @@ class Sweep:
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
         if len(todo) < len(plan):
             say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
-        try:
-            with ending_on_sigterm():
+        with ending_on_sigterm():
+            try:
                 if todo:
                     self._warm_up(sorted({cell.setup for _, cell in todo}))
                 left = self._run(todo)
-        except BaseException:
-            self._finish(missing=sum(not self.results.has(*each) for each in todo), report=True)
-            raise
-        if not self.results.runs:
-            raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
-        self._finish(missing=left, report=True)
+            except BaseException:
+                self._finish(missing=sum(not self.results.has(*each) for each in todo), report=True)
+                raise
+            if not self.results.runs:
+                raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
+            self._finish(missing=left, report=True)
         return not left
 
     def _take_runs(self, plan: Container[tuple[int, Cell]]) -> None:

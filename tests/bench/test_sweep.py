@@ -166,6 +166,17 @@ def test_sigterm_keeps_what_is_there(tmp_path):
     assert read_result(out)["settings"]["missing_runs"] == 17
 
 
+def test_sigterm_while_plots_are_drawn_leaves_a_whole_result(tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.bench.sweep._plots", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
+    default = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listens"))
+    out = tmp_path / "sweep-x.json"
+    with pytest.raises(SystemExit) as ended:
+        sweep_of(MadeUp(), out)[0].measure(["a"], SETUPS)
+    signal.signal(signal.SIGTERM, default)
+    assert ended.value.code == 143
+    assert read_result(out)["settings"]["missing_runs"] == 0
+
+
 def test_a_larger_grid_keeps_its_runs_and_other_settings_do_not(tmp_path):
     from dataclasses import replace
 

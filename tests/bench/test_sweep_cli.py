@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 
 import httpx
@@ -10,8 +11,8 @@ import torch
 
 from peagle.bench.report import read_result
 from peagle.bench.sweep_plan import Setup
-from peagle.bench.sweep_server import parse_servers
-from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN
+from peagle.bench.sweep_server import ServerSource, parse_servers
+from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN, SweepConfig
 from peagle.cli import app
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.head_config import config_from_dict
@@ -19,6 +20,7 @@ from peagle.drafters.p_eagle import drafter_for
 from peagle.drafters.storage import read_config
 from peagle.errors import PeagleError
 from peagle.exits import run
+from peagle.prompt_file import read_prompts
 from tests.bench.fake_api import fake_api
 from tests.models.tiny import tiny_gguf
 from tests.server.serving import chat_llm, serving
@@ -123,6 +125,20 @@ def test_a_result_that_cannot_be_written_is_said_before_anything_loads(tiny, tmp
     said = capsys.readouterr().err
     assert "cannot write the result" in said
     assert (status, "loading" in said) == (2, False)
+
+
+def test_a_sweep_over_http_still_listens_after_a_load(tiny):
+    config = SweepConfig(datasets=("mine",), concurrency=(1,), num_prompts=1)
+    rows = {"mine": read_prompts(tiny / "mine.jsonl")}
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with fake_api() as api:
+            source = ServerSource("tiny", {Setup(PLAIN, 0): api.url}, rows, config)
+            list(source.warm_up([Setup(PLAIN, 0)]))
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_no_time_for_any_run_is_an_error(tiny, tmp_path, capsys):
