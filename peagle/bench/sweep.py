@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ DEFINITIONS = {
 }
 
 _WRITE_EVERY = 5.0  # seconds between results, which are made anew; runs are written one by one
+# The ends of the names of what may be made of a result.
+_DERIVED = (*(f".k-table-{m}.json" for m in METHODS), *(f"-{n}.{s}" for n in PLOTS for s in ("png", "svg")))
 # What belongs to one prompt set, one method or one setup alone.
 _OF_SOME = ("datasets", "heads", "servers")
 # Settings that say which runs there are, or what only some of them are: a grid that grows keeps the runs it has.
@@ -129,8 +131,12 @@ class Sweep:
         there."""
         plan = list(in_turns(datasets, setups, self._config.concurrency, self._config.repeats))
         self._plan = [cell for _, cell in plan]
-        if self._resume:
-            self._take_runs(set(plan))
+        there = {(repeat, cell): run for repeat, cell, run in self._file.read()} if self._resume else {}
+        for each in plan:
+            if each in there:
+                self.results.add(*each, there.pop(each))
+        if there:
+            say(self._console, f"left out: {len(there)} runs outside this grid, which stay in {self._file.path}")
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
         if len(todo) < len(plan):
             say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
@@ -146,17 +152,6 @@ class Sweep:
                 raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
             self._finish(missing=left, report=True)
         return not left
-
-    def _take_runs(self, plan: Container[tuple[int, Cell]]) -> None:
-        """The runs that are there, as far as they are of this plan."""
-        outside = set()
-        for repeat, cell, run in self._file.read():
-            if (repeat, cell) in plan:
-                self.results.add(repeat, cell, run)
-            else:
-                outside.add((repeat, cell))
-        if outside:
-            say(self._console, f"left out: {len(outside)} runs outside this grid, which stay in {self._file.path}")
 
     def _warm_up(self, setups: Sequence[Setup]) -> None:
         begin = said = time.perf_counter()
@@ -223,8 +218,9 @@ class Sweep:
         whole = complete(rows, self._plan)
         written = [self._out] if self._synthetic else [self._out, *write_k_tables(whole, self._out)]
         written += _plots(rows, self._out, self._console, "SYNTHETIC acceptance" if self._synthetic else "")
-        for stale in _derived(self._out) - set(written):  # of a run before this one, of rows that are left out now
-            stale.unlink(missing_ok=True)
+        for ending in _DERIVED:
+            if (stale := self._out.with_name(self._out.stem + ending)) not in written:
+                stale.unlink(missing_ok=True)  # of a run before this one, of rows that are left out now
         say(self._console, "wrote " + ", ".join(map(str, written)))
 
 
@@ -300,13 +296,6 @@ def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:
             write_atomic(path, (json.dumps({str(c): k for c, k in table.items()}) + "\n").encode())
             paths.append(path)
     return paths
-
-
-def _derived(out: Path) -> set[Path]:
-    """All that may be made of a result."""
-    tables = [f".k-table-{method}.json" for method in METHODS if method != PLAIN]
-    plots = [f"-{name}.{suffix}" for name in PLOTS for suffix in ("png", "svg")]
-    return {out.with_name(out.stem + ending) for ending in (*tables, *plots)}
 
 
 def _plots(rows: Sequence[SweepRow], out: Path, console: Console, note: str) -> list[Path]:

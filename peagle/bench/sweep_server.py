@@ -45,7 +45,8 @@ class ServerSource:
         for setup in setups:
             yield setup.label
             most = max(self._config.concurrency)
-            load, _ = self._load(setup, self._prompts(first, most, _WARM_UP_TOKENS), most)
+            with signals_put_back():
+                load, _ = asyncio.run(self._load(setup, self._prompts(first, most, _WARM_UP_TOKENS), most))
             failed = [answer for answer in load.answers if answer.failure is not None]
             if len(failed) == len(load.answers):
                 first_one = f"{failed[0].failure}: {failed[0].detail}"
@@ -53,7 +54,8 @@ class ServerSource:
 
     def run(self, dataset: str, setup: Setup, concurrency: int) -> Run:
         prompts = self._prompts(dataset, self._config.prompts_of(concurrency), self._config.max_tokens)
-        load, counted = self._load(setup, prompts, concurrency)
+        with signals_put_back():
+            load, counted = asyncio.run(self._load(setup, prompts, concurrency))
         return to_run(load, counted, len(self._rows[dataset]), setup, concurrency)
 
     def _prompts(self, dataset: str, count: int, tokens: int) -> list[LoadPrompt]:
@@ -61,13 +63,7 @@ class ServerSource:
         chosen = [rows[index % len(rows)] for index in range(count)]
         return [LoadPrompt(id=row.id, output_len=tokens, messages=row.messages) for row in chosen]
 
-    def _load(
-        self, setup: Setup, prompts: Sequence[LoadPrompt], concurrency: int
-    ) -> tuple[Load, AcceptanceStats | None]:
-        with signals_put_back():
-            return asyncio.run(self._loaded(setup, prompts, concurrency))
-
-    async def _loaded(
+    async def _load(
         self, setup: Setup, prompts: Sequence[LoadPrompt], concurrency: int
     ) -> tuple[Load, AcceptanceStats | None]:
         """The load, and what the server's counters say it did meanwhile, if it has some."""
