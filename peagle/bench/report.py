@@ -101,10 +101,10 @@ def _partial(path: Path) -> Iterator[Path]:
 
 
 def read_result(path: Path | str) -> dict[str, Any]:
-    """Read a result file and check that its keys are there. Raises PeagleError."""
+    """Read a result file and check that its keys are there; no number is beyond a float. Raises PeagleError."""
     path = Path(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text("utf-8"), parse_int=lambda t: int(t) if len(t) < 300 else float(t))
     except OSError as error:
         raise PeagleError(f"cannot read the result {path}: {error.strerror}; check the path") from None
     except (ValueError, RecursionError):  # no JSON, no text, or JSON beyond all measure
