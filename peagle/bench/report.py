@@ -18,13 +18,12 @@ from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 import peagle
 from peagle.errors import PeagleError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Json = Mapping[str, Any]
 
@@ -73,7 +72,7 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json, whe
         partial.replace(path)
 
 
-def check_result_path(path: Path, console: "Console | None" = None) -> None:
+def check_result_path(path: Path, console: Console | None = None) -> None:
     """Raise PeagleError where a result could not be written, before it takes hours to have one; tell a console which
     file it will replace."""
     with _partial(path) as probe:

@@ -189,7 +189,7 @@ def _result_path(config: BenchServeConfig, measured: Measured) -> Path:
 def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dict[str, Any]) -> None:
     given: dict[str, Any] = asdict(config) | {"api_key": None}  # a secret
     given |= {name: value if value != float("inf") else "inf" for name, value in given.items()}  # JSON has no infinity
-    dataset = measured.prompts
+    dataset, file = measured.prompts, Path(config.dataset_path or "")
     settings = {
         "command": _command(sys.argv),
         **given,
@@ -197,19 +197,13 @@ def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dic
         "url": _without_password(config.server + config.path),
         "prompts": {
             "source": dataset.source, "rows": dataset.rows, "sent": len(dataset.prompts), "sha256": dataset.digest,
-            "file_sha256": _file_digest(config.dataset_path), "warnings": list(dataset.warnings),
+            "file_sha256": sha256_of(file) if file.is_file() else None, "warnings": list(dataset.warnings),
         },
         "server": {"version": measured.server.version, "models": measured.server.models},
         "definitions": {**DEFINITIONS, "acceptance": DEFINITION},
         "stopped_by": None if measured.load.stopped_by is None else measured.load.stopped_by.name,
     }  # fmt: skip
     write_result(path, path.stem, settings, results, measured.where)
-
-
-def _file_digest(path: str | None) -> str | None:
-    if path is None or not Path(path).is_file():
-        return None
-    return sha256_of(Path(path))
 
 
 def _command(arguments: Sequence[str]) -> str:
