@@ -46,11 +46,7 @@ class ServerSource:
             yield setup.label
             most = max(self._config.concurrency)
             with signals_put_back():
-                load, _ = asyncio.run(self._load(setup, self._prompts(first, most, _WARM_UP_TOKENS), most))
-            failed = [answer for answer in load.answers if answer.failure is not None]
-            if len(failed) == len(load.answers):
-                first_one = f"{failed[0].failure}: {failed[0].detail}"
-                raise PeagleError(f"{setup.label}: all {len(failed)} requests to warm up failed ({first_one})")
+                asyncio.run(self._load(setup, self._prompts(first, most, _WARM_UP_TOKENS), most))
 
     def run(self, dataset: str, setup: Setup, concurrency: int) -> Run:
         prompts = self._prompts(dataset, self._config.prompts_of(concurrency), self._config.max_tokens)
@@ -76,6 +72,10 @@ class ServerSource:
             after = await read_counters(session, server)
         if load.stopped_by is not None:
             raise ended_by(load.stopped_by)
+        failed = [answer for answer in load.answers if answer.failure is not None]
+        if len(failed) == len(load.answers):  # a server that is gone, not a run to keep
+            why = f"{failed[0].failure}: {failed[0].detail}"
+            raise PeagleError(f"{setup.label}: all {len(failed)} requests failed ({why})")
         return load, _between(before, after)
 
 

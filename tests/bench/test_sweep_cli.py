@@ -247,7 +247,21 @@ def test_a_server_that_fails_every_request(tiny, tmp_path, capsys):
     with fake_api(metrics=False) as api:
         more = ("--datasets", tmp_path / "bad.jsonl")
         status = http_sweep(tiny, tmp_path / "s.json", "tiny", f"none={api.url}", more=more)
-    assert "none: all 2 requests to warm up failed (HTTP 500: as you wish)" in fails(capsys, status)
+    assert "none: all 2 requests failed (HTTP 500: as you wish)" in fails(capsys, status)
+
+
+def test_a_server_that_breaks_ends_the_sweep_and_its_runs_are_measured_later(tiny, tmp_path, capsys):
+    out = tmp_path / "s.json"
+    with fake_api(metrics=False, fails_after=2 + 4 + 1) as api:  # to warm up, at c = 1, and one at c = 2
+        more = ("--concurrency", "1,2", "--num-prompts", "4", "--repeats", "2")
+        status = http_sweep(tiny, out, "tiny", f"none={api.url}", more=more)
+        assert "none: all 4 requests failed (HTTP 500: out of memory)" in fails(capsys, status)
+        settings = read_result(out)["settings"]
+        assert (settings["partial"], settings["missing_runs"]) == (True, 2)
+        api.fails_after = None
+        assert http_sweep(tiny, out, "tiny", f"none={api.url}", more=(*more, "--resume")) == 0
+    rows = read_result(out)["results"]["rows"]
+    assert [(row["concurrency"], row["requests"], row["failed"]) for row in rows] == [(1, 8, 0), (2, 5, 3)]
 
 
 def test_a_server_that_drafts_otherwise(tiny, tmp_path, capsys):
