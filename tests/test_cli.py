@@ -382,6 +382,11 @@ def test_profile(tiny, capsys, tmp_path):
     assert "context is 256: lower --steps" in fails(capsys, *common, "--steps", "200")
 
 
+def test_a_profile_that_could_not_be_written_is_not_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.bench.profiling.read_spec", lambda _: pytest.fail("reads the model"))
+    assert "is a folder: give the name of a file" in fails(capsys, "profile", "model", "--out", str(tmp_path))
+
+
 def test_profile_of_random_weights(capsys, tmp_path):
     config = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
