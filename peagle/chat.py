@@ -3,16 +3,12 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from peagle.errors import PeagleError
-from peagle.models.tokenizer import added_tokens, check_unicode
-from peagle.server.answer_parsing import Parser, PlainText
-from peagle.server.harmony import Harmony
-from peagle.server.harmony_parsing import HarmonyMessages
-from peagle.terminal import figures
+from peagle.models.tokenizer import check_unicode
+from peagle.terminal import Answer, channels_of, figures
 
 if TYPE_CHECKING:
     from peagle.engine.engine import LLM
@@ -27,32 +23,12 @@ Everything else is a message to the model."""
 PROMPT = "\n> "
 
 
-class _Answer:
-    """Writes an answer as it grows. Where a model thinks aloud in a channel of its own, it says which is which."""
-
-    def __init__(self, parser: Parser, write: Callable[[str], object]) -> None:
-        self._parser, self._write, self._kind = parser, write, "text"
-        self.said = ""
-
-    def take(self, text: str, *, final: bool = False) -> None:
-        """More of the text; `final`: nothing follows."""
-        for piece in self._parser.push(text) + (self._parser.finish() if final else []):
-            if piece.kind != self._kind:
-                self._write("[thought] " if piece.kind == "thought" else "\n[answer] ")
-            self._kind = piece.kind
-            self._write(piece.text)
-            self.said += piece.text if piece.kind == "text" else ""
-
-
 class Conversation:
     """The messages so far, and one streamed answer at a time. What was thought before one stays out of them."""
 
     def __init__(self, llm: "LLM", params: "SamplingParams", write: Callable[[str], object]) -> None:
-        self._llm, self._params, self._write = llm, params, write
-        template, tokens = str(llm.tokenizer.chat_template or ""), added_tokens(llm.tokenizer)
-        self._harmony = Harmony.of(template, tokens)
-        if self._harmony is not None and not params.ignore_eos:
-            self._params = replace(params, stop_token_ids=(*params.stop_token_ids, *self._harmony.stop_ids))
+        self._llm, self._write = llm, write
+        self._harmony, self._params = channels_of(llm, params)
         self.messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
@@ -65,7 +41,7 @@ class Conversation:
         A message that is refused (too long for the context, or no Unicode text) raises and is not kept.
         """
         harmony = self._harmony
-        answer = _Answer(PlainText() if harmony is None else HarmonyMessages(None), self._write)
+        answer = Answer(harmony, self._write)
         asked = [*self.messages, {"role": "user", "content": check_unicode(text, "the message")}]
         try:
             output = self._llm.chat(
@@ -79,7 +55,7 @@ class Conversation:
             self._write("\n[stopped; Ctrl-C again leaves]\n")
         else:
             self._write(f"\n[{figures(output)}]\n")
-        self.messages = [*asked, {"role": "assistant", "content": answer.said}]
+        self.messages = [*asked, {"role": "assistant", "content": answer.said["text"]}]
 
 
 def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = input) -> None:

@@ -137,6 +137,14 @@ def test_every_setting_has_a_flag(verb, config):
         assert "--" + field.name.replace("_", "-") in text
 
 
+@pytest.mark.parametrize(
+    ("verb", "config"), [("bench serve", BenchServeConfig), ("bench sweep", SweepConfig), ("eval", EvalConfig)]
+)
+def test_no_flag_is_cut_short_on_a_narrow_terminal(verb, config):
+    words = set(peagle(*verb.split(), "--help", COLUMNS="80").stdout.replace(",", " ").split())
+    assert {"--" + field.name.replace("_", "-") for field in fields(config)} <= words
+
+
 def test_the_engines_flags_have_vllms_names(monkeypatch):
     built = []
     monkeypatch.setattr("peagle.cli._load", lambda model, speculation, config: built.append((speculation, config)))
@@ -372,6 +380,11 @@ def test_profile(tiny, capsys, tmp_path):
     assert sum(row["share"] for row in result["results"]["rows"]) == pytest.approx(1, abs=0.01)
     assert json.loads(trace.read_text())["traceEvents"]
     assert "context is 256: lower --steps" in fails(capsys, *common, "--steps", "200")
+
+
+def test_a_profile_that_could_not_be_written_is_not_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.bench.profiling.read_spec", lambda _: pytest.fail("reads the model"))
+    assert "is a folder: give the name of a file" in fails(capsys, "profile", "model", "--out", str(tmp_path))
 
 
 def test_profile_of_random_weights(capsys, tmp_path):

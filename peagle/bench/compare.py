@@ -12,9 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from peagle.bench.report import read_result
-from peagle.bench.result_figures import Figure, Key, depends_on_amount, direction, figures_by_row, other_amounts
+from peagle.bench.result_figures import (
+    Figure,
+    Key,
+    as_list,
+    depends_on_amount,
+    direction,
+    figures_by_row,
+    other_amounts,
+)
 from peagle.bench.statistics import Interval
-from peagle.errors import PeagleError, one_line
+from peagle.errors import PeagleError
 from peagle.meter import say
 
 REGRESSION_STATUS = 1
@@ -109,12 +117,7 @@ def run_compare(
     if fail_on_regression is not None and not fail_on_regression >= 0:
         raise PeagleError(f"--fail-on-regression is {fail_on_regression}: give a percentage of at least 0")
     results = read_result(first), read_result(second)
-    try:
-        found = compare(*results)
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # edited by hand
-        raise PeagleError(
-            f"{first} or {second} holds what peagle does not write ({one_line(error)}): give files that nobody edited"
-        ) from error
+    found = compare(*results)
     for warning in found.warnings:
         console.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
     verdicts = [change.verdict for change in found.changes]
@@ -165,7 +168,7 @@ def _changes(row: Key, old: Mapping[str, Figure], new: Mapping[str, Figure], *, 
 def _other_prompts(pairs: Sequence[tuple[Key, Key]], old: Rows, new: Rows) -> Iterator[str]:
     """Rows that were measured over fewer or more prompts, as with --limit: their figures may move by that alone."""
     counts = [(key, old[key].get("prompts"), new[other].get("prompts")) for key, other in pairs]
-    other = [(key, int(a.value), int(b.value)) for key, a, b in counts if a and b and a.value != b.value]
+    other = [(key, f"{a.value:g}", f"{b.value:g}") for key, a, b in counts if a and b and a.value != b.value]
     if other:
         key, first, second = other[0]
         more = f", and in {len(other) - 1} more rows" if len(other) > 1 else ""
@@ -175,7 +178,7 @@ def _other_prompts(pairs: Sequence[tuple[Key, Key]], old: Rows, new: Rows) -> It
 def _differences(before: Json, after: Json) -> Iterator[str]:
     """What else than the code may have moved the figures."""
     for result, which in ((before, "first"), (after, "second")):
-        rows = [row for row in result["results"].get("rows", ()) if isinstance(row, dict)]
+        rows = [row for row in as_list(result["results"].get("rows")) if isinstance(row, dict)]
         if result["settings"].get("partial") or any(row.get("partial") for row in rows):
             yield f"the {which} file is partial: its run was stopped"
     for part in ("machine", "versions", "settings"):

@@ -48,9 +48,7 @@ def run_eval(
     said = read_card(path, card) if sets else None
     name = path.resolve().name
     out = out or Path(f"eval-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
-    check_result_path(out)
-    if out.exists():
-        console.print(f"{out} exists: what this run measures takes its place", markup=False, soft_wrap=True)
+    check_result_path(out, console)
     if "humaneval" in config.accuracy:
         warning = f"--run-code: programs that the model wrote will run here, confined by {confinement()}"
         console.print(warning, style="yellow", markup=False, soft_wrap=True)

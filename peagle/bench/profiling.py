@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle.bench.profile import Profile, Share
-from peagle.bench.report import write_result
+from peagle.bench.report import check_result_path, write_result
 from peagle.bench.roofline import StepCost, copy_bandwidth, step_cost
 from peagle.bench.stepping import SETTLED, Decoding, Window, profile_steps
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, ProfileConfig, SpeculativeConfig
@@ -88,6 +88,8 @@ def run_profile(
     trace: Path | None = None,
 ) -> Measured:
     """Load, measure, print; with `out` also write a result file. Raises PeagleError where the context is too short."""
+    if out is not None:
+        check_result_path(out, Console(stderr=True))
     device = resolve_engine_device(config.device)
     spec = read_spec(resolve_model(model, weights=config.load_format != "dummy"))
     length = _needed_length(config, spec, _most_drafts(speculation))

@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 import peagle
 from peagle.errors import PeagleError
 
@@ -70,12 +72,16 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json, whe
         partial.replace(path)
 
 
-def check_result_path(path: Path) -> None:
-    """Raise PeagleError where a result could not be written, before it takes hours to have one."""
+def check_result_path(path: Path, console: Console | None = None) -> None:
+    """Raise PeagleError where a result could not be written, before it takes hours to have one; tell a console which
+    file it will replace."""
     with _partial(path) as probe:
         if path.is_dir():
             raise PeagleError(f"the result {path} is a folder: give the name of a file in it")
         probe.touch()
+    if console is not None and path.exists():
+        text = f"{path} exists: what this run measures takes its place"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -94,10 +100,10 @@ def _partial(path: Path) -> Iterator[Path]:
 
 
 def read_result(path: Path | str) -> dict[str, Any]:
-    """Read a result file and check that its keys are there. Raises PeagleError."""
+    """Read a result file and check that its keys are there; no number is beyond a float. Raises PeagleError."""
     path = Path(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text("utf-8"), parse_int=lambda t: int(t) if len(t) < 300 else float(t))
     except OSError as error:
         raise PeagleError(f"cannot read the result {path}: {error.strerror}; check the path") from None
     except (ValueError, RecursionError):  # no JSON, no text, or JSON beyond all measure

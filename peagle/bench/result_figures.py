@@ -1,6 +1,7 @@
 """The figures of any result file, each with what the file has to say how sure it is."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,31 +128,33 @@ def _identity(row: Json) -> Iterator[str]:
             continue
         if isinstance(value, str | bool):
             yield value if isinstance(value, str) else f"{name}={value}"
-        elif name in _IDENTIFYING:
+        elif name in _IDENTIFYING and isinstance(value, int | float):
             short = {"num_speculative_tokens": "K", "temperature": "T"}.get(name, name)
             yield f"{short}={value:g}"
 
 
 def _figures(row: Json, result: Json) -> Iterator[tuple[str, Figure]]:
     flat = dict(_flatten(row))
-    prompts = result["settings"].get("datasets", {}).get(row.get("suite"), {}).get("sha256")
-    enough = not 0 < row.get("prompts", FEWEST_REQUESTS) < FEWEST_REQUESTS
+    sets = result["settings"].get("datasets")
+    described = sets.get(str(row.get("suite"))) if isinstance(sets, dict) else None
+    enough = not any(0 < count < FEWEST_REQUESTS for count in _numbers([row.get("prompts")]))
     for name, value in flat.items():
         ending = name.rsplit(".", 1)[-1].split("[")[0]
         if ending in _IDENTIFYING or ending.endswith(_SUFFIXES):
             continue
         pairs = None
         if name == "acceptance_length" and isinstance(row.get("per_request"), str) and enough:
-            pairs = unpack_requests(row["per_request"])
+            with suppress(ValueError):
+                pairs = unpack_requests(row["per_request"])
         yield (
             name,
             Figure(
                 value=value,
                 interval=_interval(name, row, value) if enough else None,
-                repeats=row.get(f"{name}_repeats") or (),
+                repeats=_numbers(row.get(f"{name}_repeats")),
                 pairs=pairs,
                 sample=_sample(name, result),
-                prompts=prompts,
+                prompts=described.get("sha256") if isinstance(described, dict) else None,
                 few=not enough,
             ),
         )
@@ -175,12 +178,9 @@ def _flatten(row: Json, before: str = "") -> Iterator[tuple[str, float]]:
 def _interval(name: str, row: Json, value: float) -> Interval | None:
     """That of the field NAME_interval; of a place of a list, NAME_interval has one for each."""
     base, _, place = name.partition("[")
-    given = row.get(f"{base}_interval")
-    if given and place:
-        given = given[int(place.rstrip("]")) - 1]
-    if not given or not all(isinstance(end, int | float) for end in given):
-        return None
-    return Interval(value, float(given[0]), float(given[1]))
+    given = as_list(row.get(f"{base}_interval"))
+    ends = _numbers(next(iter(given[int(place.rstrip("]")) - 1 :]), None) if place else given)
+    return Interval(value, *ends) if len(ends) == 2 else None
 
 
 def _sample(name: str, result: Json) -> list[float]:
@@ -188,5 +188,15 @@ def _sample(name: str, result: Json) -> list[float]:
     parts = name.split(".")
     if parts[0] != "latency_ms" or parts[-1] != "mean":
         return []
-    requests = result["results"].get("requests") or []
-    return [r[f"{parts[1]}_ms"] for r in requests if isinstance(r.get(f"{parts[1]}_ms"), int | float)]
+    requests = as_list(result["results"].get("requests"))
+    return _numbers([request.get(f"{parts[1]}_ms") for request in requests if isinstance(request, dict)])
+
+
+def as_list(value: object) -> list[Any]:
+    """The value, or an empty list in place of what is none."""
+    return value if isinstance(value, list) else []
+
+
+def _numbers(value: object) -> list[float]:
+    """The numbers of a list: what is none, as after an edit by hand, says nothing of how sure a figure is."""
+    return [float(item) for item in as_list(value) if isinstance(item, int | float)]

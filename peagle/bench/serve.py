@@ -21,7 +21,7 @@ from peagle.bench.report import check_result_path, command_line, provenance, wri
 from peagle.bench.server_info import ServerInfo, check_fits, read_counters, read_server
 from peagle.bench.sets import PromptSet, load_prompts
 from peagle.bench.settings import WITHOUT_EFFECT, BenchServeConfig
-from peagle.bench.signals import ignore_signals, signals_put_back
+from peagle.bench.signals import ended_by, ignore_signals, signals_put_back
 from peagle.errors import PeagleError
 from peagle.files import sha256_of
 from peagle.meter import say
@@ -71,13 +71,17 @@ def run_bench_serve(config: BenchServeConfig, console: "Console | None" = None) 
     console = console or Console(stderr=True)
     asked = config.save_result or config.save_detailed or config.result_filename is not None
     if asked:
-        check_result_path(Path(config.result_dir or ".") / (config.result_filename or "serve.json"))
+        folder, name = Path(config.result_dir or "."), config.result_filename
+        check_result_path(folder / (name or "serve.json"), console if name else None)
     measured = measure(config, console)
     stopped = measured.load.stopped_by
     path = _result_path(config, measured) if asked or stopped is not None else None
     with signals_put_back():
         ignore_signals()
         results = measured.results(config)
+        if path is not None and stopped is not None and path.exists() and not results["rows"][0]["completed"]:
+            say(console, f"no request has ended: {path} stays as it was")
+            path = None
         try:
             if path is not None:
                 _save(path, config, measured, results)
@@ -132,7 +136,7 @@ async def _measure(config: BenchServeConfig, prompts: PromptSet, console: "Conso
 
 def _check_warm(load: Load) -> None:
     if load.stopped_by is not None:
-        raise KeyboardInterrupt
+        raise ended_by(load.stopped_by)
     failed = next((answer for answer in load.answers if not answer.whole), None)
     if failed is not None:
         raise PeagleError(f"a warm-up request failed ({failed.failure}: {failed.detail}): nothing was measured")
@@ -185,7 +189,7 @@ def _result_path(config: BenchServeConfig, measured: Measured) -> Path:
 def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dict[str, Any]) -> None:
     given: dict[str, Any] = asdict(config) | {"api_key": None}  # a secret
     given |= {name: value if value != float("inf") else "inf" for name, value in given.items()}  # JSON has no infinity
-    dataset = measured.prompts
+    dataset, file = measured.prompts, Path(config.dataset_path or "")
     settings = {
         "command": _command(sys.argv),
         **given,
@@ -193,19 +197,13 @@ def _save(path: Path, config: BenchServeConfig, measured: Measured, results: dic
         "url": _without_password(config.server + config.path),
         "prompts": {
             "source": dataset.source, "rows": dataset.rows, "sent": len(dataset.prompts), "sha256": dataset.digest,
-            "file_sha256": _file_digest(config.dataset_path), "warnings": list(dataset.warnings),
+            "file_sha256": sha256_of(file) if file.is_file() else None, "warnings": list(dataset.warnings),
         },
         "server": {"version": measured.server.version, "models": measured.server.models},
         "definitions": {**DEFINITIONS, "acceptance": DEFINITION},
         "stopped_by": None if measured.load.stopped_by is None else measured.load.stopped_by.name,
     }  # fmt: skip
     write_result(path, path.stem, settings, results, measured.where)
-
-
-def _file_digest(path: str | None) -> str | None:
-    if path is None or not Path(path).is_file():
-        return None
-    return sha256_of(Path(path))
 
 
 def _command(arguments: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ async def read_server(session: "aiohttp.ClientSession", config: BenchServeConfig
     except (ValueError, KeyError, TypeError, RecursionError):
         raise PeagleError(f"{config.server}/v1/models is no list of models: check --base-url") from None
     if config.model is not None and config.model not in names:
-        raise PeagleError(f"model {config.model!r} is not served at {config.server}: there is {served}; use --model")
+        raise PeagleError(f"model {config.model!r} is not served at {config.server}: there is {served}; name that")
     if config.model is None and len(names) != 1:
         raise PeagleError(f"{config.server} serves {served}: choose one with --model")
     return ServerInfo(config.model or names[0], models, await _version(session, config))

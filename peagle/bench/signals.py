@@ -15,6 +15,11 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def ended_by(number: signal.Signals) -> BaseException:
+    """What ends the process as that signal asks, with its exit status."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
 @contextmanager
 def signals_put_back() -> Iterator[None]:
     """After the block SIGINT and SIGTERM do what they did before it."""
@@ -35,7 +40,7 @@ def ending_on_sigterm() -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+        raise ended_by(signal.SIGTERM)
 
     previous = signal.signal(signal.SIGTERM, end)
     try:

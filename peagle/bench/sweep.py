@@ -20,6 +20,7 @@ from peagle.bench.prompt_sets import find_set
 from peagle.bench.report import check_result_path, command_line, provenance, write_result
 from peagle.bench.signals import ending_on_sigterm
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
+from peagle.bench.sweep_plots import PLOTS, plot_sweep
 from peagle.bench.sweep_rows import Results, SweepRow, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, METHODS, P_EAGLE, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource, Source
@@ -39,6 +40,8 @@ DEFINITIONS = {
 }
 
 _WRITE_EVERY = 5.0  # seconds between results, which are made anew; runs are written one by one
+# The ends of the names of what may be made of a result.
+_DERIVED = (*(f".k-table-{m}.json" for m in METHODS), *(f"-{n}.{s}" for n in PLOTS for s in ("png", "svg")))
 # What belongs to one prompt set, one method or one setup alone.
 _OF_SOME = ("datasets", "heads", "servers")
 # Settings that say which runs there are, or what only some of them are: a grid that grows keeps the runs it has.
@@ -113,10 +116,7 @@ class Sweep:
         self._setting, self._begin = dict(setting), begin
         self.results = Results()
         self._here = provenance()
-        self._file = RunFile(out, self._key)
-        if resume:
-            for repeat, cell, run in self._file.read():
-                self.results.add(repeat, cell, run)
+        self._file, self._resume = RunFile(out, self._key), resume
 
     def _key(self, cell: Cell) -> str:
         """Fingerprint of what decides what the run of a cell is: a run of another is no run of this sweep."""
@@ -131,20 +131,26 @@ class Sweep:
         there."""
         plan = list(in_turns(datasets, setups, self._config.concurrency, self._config.repeats))
         self._plan = [cell for _, cell in plan]
+        there = {(repeat, cell): run for repeat, cell, run in self._file.read()} if self._resume else {}
+        for each in plan:
+            if each in there:
+                self.results.add(*each, there.pop(each))
+        if there:
+            say(self._console, f"left out: {len(there)} runs outside this grid, which stay in {self._file.path}")
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
         if len(todo) < len(plan):
             say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
-        try:
-            with ending_on_sigterm():
+        with ending_on_sigterm():
+            try:
                 if todo:
                     self._warm_up(sorted({cell.setup for _, cell in todo}))
                 left = self._run(todo)
-        except BaseException:
-            self._finish(missing=sum(not self.results.has(*each) for each in todo), report=True)
-            raise
-        if not self.results.runs:
-            raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
-        self._finish(missing=left, report=True)
+            except BaseException:
+                self._finish(missing=sum(not self.results.has(*each) for each in todo), report=True)
+                raise
+            if not self.results.runs:
+                raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
+            self._finish(missing=left, report=True)
         return not left
 
     def _warm_up(self, setups: Sequence[Setup]) -> None:
@@ -212,6 +218,9 @@ class Sweep:
         whole = complete(rows, self._plan)
         written = [self._out] if self._synthetic else [self._out, *write_k_tables(whole, self._out)]
         written += _plots(rows, self._out, self._console, "SYNTHETIC acceptance" if self._synthetic else "")
+        for ending in _DERIVED:
+            if (stale := self._out.with_name(self._out.stem + ending)) not in written:
+                stale.unlink(missing_ok=True)  # of a run before this one, of rows that are left out now
         say(self._console, "wrote " + ", ".join(map(str, written)))
 
 
@@ -290,8 +299,6 @@ def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:
 
 
 def _plots(rows: Sequence[SweepRow], out: Path, console: Console, note: str) -> list[Path]:
-    from peagle.bench.sweep_plots import plot_sweep
-
     try:
         return plot_sweep(rows, out, note)
     except PeagleError as error:

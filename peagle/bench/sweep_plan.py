@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,6 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 def _run(entry: Mapping[str, Any]) -> Run:
-    return Run(
-        concurrency=entry["concurrency"],
-        seconds=entry["seconds"],
-        answers=tuple(Answer(*answer) for answer in entry["answers"]),
-        rounds=entry["rounds"],
-        accepted=entry["accepted"],
-        accepted_per_position=tuple(entry["accepted_per_position"]),
-        steps=entry["steps"],
-        decode_ms=entry["decode_ms"],
-        failed=entry["failed"],
-    )
+    answers = tuple(Answer(*answer) for answer in entry["answers"])
+    given = {field.name: entry[field.name] for field in fields(Run)}
+    return Run(**given | {"answers": answers, "accepted_per_position": tuple(entry["accepted_per_position"])})

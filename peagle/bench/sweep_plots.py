@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PLOTS = ("acceptance", "heat-map", "speed-up")
 _COLORS = ("tab:blue", "tab:orange")  # of the methods that draft
 _SIDE = 3.4  # inches of one picture
 _DPI = 85  # three prompt sets make pictures of some 100 KB

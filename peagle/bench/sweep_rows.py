@@ -125,14 +125,6 @@ class Results:
                 self._rows[group] = self._group(*group)
         return [row for group in groups for row in self._rows[group]]
 
-    def row(self, cell: Cell) -> SweepRow:
-        """The row of one cell that was measured."""
-        wanted = cell.setup
-        rows = (row for row in self.rows() if (row.dataset, row.concurrency) == (cell.dataset, cell.concurrency))
-        return next(
-            row for row in rows if (row.method, row.num_speculative_tokens) == (wanted.method, wanted.num_drafts)
-        )
-
     def _group(self, dataset: str, concurrency: int) -> list[SweepRow]:
         cells = {c.setup: c for c in self.runs if (c.dataset, c.concurrency) == (dataset, concurrency)}
         every = {setup: self.runs[cell] for setup, cell in cells.items()}

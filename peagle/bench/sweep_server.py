@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from signal import SIGTERM
 
 from peagle.acceptance import AcceptanceStats
 from peagle.bench.client import Answer as ClientAnswer
@@ -15,7 +14,7 @@ from peagle.bench.load import Load, run_load
 from peagle.bench.server_info import ServerInfo, read_counters, read_server
 from peagle.bench.sets import LoadPrompt
 from peagle.bench.settings import BenchServeConfig
-from peagle.bench.signals import signals_put_back
+from peagle.bench.signals import ended_by, signals_put_back
 from peagle.bench.sweep_plan import Setup
 from peagle.bench.sweep_settings import METHODS, PLAIN, SweepConfig
 from peagle.config import MAX_SPECULATIVE_TOKENS
@@ -24,7 +23,6 @@ from peagle.prompt_file import PromptRow
 
 _WARM_UP_TOKENS = 12
 _FORM = "write METHOD:K=URL, such as p-eagle:7=http://localhost:8000, or none=URL"
-_TERMINATED_STATUS = 128 + SIGTERM
 
 
 class ServerSource:
@@ -47,11 +45,8 @@ class ServerSource:
         for setup in setups:
             yield setup.label
             most = max(self._config.concurrency)
-            load, _ = asyncio.run(self._load(setup, self._prompts(first, most, _WARM_UP_TOKENS), most))
-            failed = [answer for answer in load.answers if answer.failure is not None]
-            if len(failed) == len(load.answers):
-                first_one = f"{failed[0].failure}: {failed[0].detail}"
-                raise PeagleError(f"{setup.label}: all {len(failed)} requests to warm up failed ({first_one})")
+            with signals_put_back():
+                asyncio.run(self._load(setup, self._prompts(first, most, _WARM_UP_TOKENS), most))
 
     def run(self, dataset: str, setup: Setup, concurrency: int) -> Run:
         prompts = self._prompts(dataset, self._config.prompts_of(concurrency), self._config.max_tokens)
@@ -76,7 +71,11 @@ class ServerSource:
             load = await run_load(session, config, self.infos[setup].model, prompts)
             after = await read_counters(session, server)
         if load.stopped_by is not None:
-            raise SystemExit(_TERMINATED_STATUS) if load.stopped_by == SIGTERM else KeyboardInterrupt
+            raise ended_by(load.stopped_by)
+        failed = [answer for answer in load.answers if answer.failure is not None]
+        if len(failed) == len(load.answers):  # a server that is gone, not a run to keep
+            why = f"{failed[0].failure}: {failed[0].detail}"
+            raise PeagleError(f"{setup.label}: all {len(failed)} requests failed ({why})")
         return load, _between(before, after)
 
 

@@ -61,7 +61,6 @@ class SweepConfig:
                 f"num_prompts is {self.num_prompts}: fewer than the {max(self.concurrency)} requests that are to be in "
                 "flight; raise it or lower concurrency"
             )
-
         if self.min_prompts > self.num_prompts:
             raise PeagleError(
                 f"min_prompts is {self.min_prompts}: more than the {self.num_prompts} of num_prompts, which no cell "

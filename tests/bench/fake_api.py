@@ -25,10 +25,16 @@ class FakeApi:
     peak: int = 0
     rounds: int = 100
     max_model_len: int | None = None
+    fails_after: int | None = None  # so many requests
+    stalled: str | None = None  # a path that never answers
+    waiting: int = 0  # how many ask for it
 
     async def handle(self, request):
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "bad key"}}, status=401)
+        if request.path == self.stalled:
+            self.waiting += 1
+            await asyncio.sleep(30)
         if request.path == "/v1/models":
             length = {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
             return web.json_response({"data": [{"id": name, **length} for name in self.models]})
@@ -57,6 +63,8 @@ class FakeApi:
     async def answer(self, request):
         body = await request.json()
         self.bodies.append(body)
+        if self.fails_after is not None and len(self.bodies) > self.fails_after:
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
         prompt = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         self.running += 1
         self.peak = max(self.peak, self.running)

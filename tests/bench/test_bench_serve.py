@@ -1,5 +1,6 @@
 """`peagle bench serve` against a server that misbehaves on demand."""
 
+import io
 import json
 import os
 import re
@@ -308,6 +309,59 @@ def test_a_signal_saves_what_there_is(tmp_path, number):
     assert result["settings"]["stopped_by"] == number.name
     counts = ("completed", "failed", "unfinished", "not_sent")
     assert [row[name] for name in counts] == [2, 1, 1, 1]
+
+
+def signalled_in(stage, folder, number, *more):
+    """(status, stderr) of a run that gets a signal while the server holds its requests of a stage back."""
+    custom(folder, "hang", "good")
+    with fake_api() as api:
+        command = [
+            sys.executable, "-m", "peagle", "bench", "serve", "--base-url", api.url, "--dataset-name", "custom",
+            "--dataset-path", "prompts.jsonl", "--disable-shuffle", "--max-concurrency", "1",
+            "--result-filename", "out.json", *more,
+        ]  # fmt: skip
+        if stage == "boot":
+            api.stalled = "/version"
+        running = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
+        until = time.perf_counter() + 60
+        while not (api.waiting if stage == "boot" else api.bodies):
+            assert time.perf_counter() < until
+            assert running.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(running.pid, number)
+        _, errors = running.communicate(timeout=60)
+    assert "Traceback" not in errors
+    return running.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["boot", "warm-up"])
+def test_a_signal_before_the_load_ends_the_run_with_its_own_status(tmp_path, stage, number):
+    status, errors = signalled_in(stage, tmp_path, number, "--num-warmups", "1")
+    assert status in ((128 + number,) if stage == "warm-up" else (128 + number, -number))  # 143 either way for a shell
+    assert ("peagle: interrupted" in errors) == (number == signal.SIGINT)
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_run_that_measures_nothing_takes_no_result_s_place(tmp_path):
+    (tmp_path / "out.json").write_text("of a run before")
+    status, errors = signalled_in("load", tmp_path, signal.SIGTERM)
+    assert status == 143
+    assert "no request has ended: out.json stays as it was" in errors
+    assert (tmp_path / "out.json").read_text() == "of a run before"
+
+
+def test_a_result_that_is_replaced_is_named(tmp_path):
+    console = Console(file=io.StringIO(), width=40)
+    path = tmp_path / "out.json"
+    with fake_api() as api:
+        config = {"base_url": api.url, "result_dir": str(tmp_path), **custom(tmp_path, "x")}
+        for _ in range(2):
+            assert "takes its place" not in console.file.getvalue()
+            assert run_bench_serve(BenchServeConfig(**config, result_filename="out.json"), console) == 0
+    assert f"{path} exists: what this run measures takes its place" in console.file.getvalue()
+    assert read_result(path)["results"]["rows"]
 
 
 def test_the_announcements_command_lines(tmp_path):

@@ -175,12 +175,32 @@ def test_numbers_of_a_list_share_a_line_and_texts_stay(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_nobody_measures_is_said_and_no_traceback(tmp_path, change):
-    rows = [speed(100, 1, [99.0, 100.0, 101.0], prompts=9)]
-    good, edited = write(tmp_path / "a.json", rows), write(tmp_path / "b.json", [rows[0] | change])
-    for pair in ((good, edited), (edited, edited)):
-        with pytest.raises(PeagleError, match=r"b\.json holds what peagle does not write"):
-            run_compare(*pair, Console())
+def test_what_nobody_measures_says_nothing_and_is_no_traceback(tmp_path, change):
+    rows = [speed(100, 1, [99.0, 100.0, 101.0], prompts=9) | {"acceptance_length": 1.5, "seconds": 1}]
+    other = rows[0] | {"tokens_per_second": 101} | change
+    good, edited = write(tmp_path / "a.json", rows), write(tmp_path / "b.json", [other])
+    for pair in ((good, edited), (edited, good), (edited, edited)):
+        assert run_compare(*pair, Console(), show_all=True, fail_on_regression=1.0) in (0, REGRESSION_STATUS)
+
+
+def test_an_interval_that_is_none_says_nothing():
+    odd = speed(105) | {"tokens_per_second_interval": [104]}
+    assert the(compare(result([speed(100, 1)]), result([odd])).changes).verdict == "cannot tell"
+
+
+@pytest.mark.parametrize("odd", [None, 5, "x", [1], [{"ttft_ms": "fast"}], {"a": 1}], ids=str)
+def test_lists_of_a_file_may_be_anything(odd):
+    settings = {"datasets": odd}
+    rows = [{"method": "none", "latency_ms": {"ttft": {"mean": value}}} for value in (10.0, 20.0)]
+    before, after = (result([row], settings, requests=odd, more=odd) for row in rows)
+    assert the(compare(before, after).changes, "latency_ms.ttft.mean").verdict == "cannot tell"
+
+
+def test_a_mistake_of_ours_is_not_the_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.bench.compare.other_amounts", lambda *_: {}["name"])
+    paths = [write(tmp_path / name, [speed(100)]) for name in ("a.json", "b.json")]
+    with pytest.raises(KeyError):
+        run_compare(*paths, Console())
 
 
 def test_names_are_no_markup(tmp_path, capsys):

@@ -166,6 +166,17 @@ def test_sigterm_keeps_what_is_there(tmp_path):
     assert read_result(out)["settings"]["missing_runs"] == 17
 
 
+def test_sigterm_while_plots_are_drawn_leaves_a_whole_result(tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.bench.sweep._plots", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
+    default = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listens"))
+    out = tmp_path / "sweep-x.json"
+    with pytest.raises(SystemExit) as ended:
+        sweep_of(MadeUp(), out)[0].measure(["a"], SETUPS)
+    signal.signal(signal.SIGTERM, default)
+    assert ended.value.code == 143
+    assert read_result(out)["settings"]["missing_runs"] == 0
+
+
 def test_a_larger_grid_keeps_its_runs_and_other_settings_do_not(tmp_path):
     from dataclasses import replace
 
@@ -184,6 +195,29 @@ def test_a_larger_grid_keeps_its_runs_and_other_settings_do_not(tmp_path):
         other = MadeUp()
         sweep_of(other, out, changed, resume=True, setting=setting)[0].measure(["a"], SETUPS)
         assert len(other.asked) == 20
+
+
+def test_a_smaller_grid_leaves_runs_out_and_keeps_them(tmp_path):
+    from dataclasses import replace
+
+    out, alone = tmp_path / "sweep-x.json", tmp_path / "sweep-y.json"
+    sweep_of(MadeUp(), out)[0].measure(["a", "b"], SETUPS)
+    (tmp_path / "sweep-x-speed-up.png").write_text("of the larger grid")
+    (tmp_path / "sweep-x-large-speed-up.png").write_text("of another sweep")
+    runs = (tmp_path / "sweep-x.runs.jsonl").read_text()
+    config, fewer = replace(CONFIG, k=(3,), concurrency=(1,), repeats=1), setups_of([P_EAGLE, PLAIN], [3])
+    source = MadeUp()
+    again, console = sweep_of(source, out, config, resume=True)
+    assert again.measure(["a"], fewer)
+    assert not source.asked
+    assert "left out: 38 runs outside this grid, which stay in" in console.file.getvalue()
+    assert (tmp_path / "sweep-x.runs.jsonl").read_text() == runs
+    sweep_of(MadeUp(), alone, config)[0].measure(["a"], fewer)
+    assert read_result(out)["results"] == read_result(alone)["results"]
+    assert json.loads((tmp_path / "sweep-x.k-table-p-eagle.json").read_text()) == {"1": 3}
+    assert not (tmp_path / "sweep-x.k-table-eagle3.json").exists()
+    assert not (tmp_path / "sweep-x-speed-up.png").exists()
+    assert (tmp_path / "sweep-x-large-speed-up.png").exists()
 
 
 def test_another_head_is_measured_anew_alone(tmp_path):

