@@ -9,9 +9,11 @@ or after `settle`, a step without a graph of its own runs by one that does more,
 nothing has to be thrown away, and a server that is warm captures nothing amid traffic.
 """
 
+import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +73,7 @@ class GraphPool:
             capture = torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             )  # fmt: skip
-            with torch.cuda.stream(torch.cuda.current_stream(self._device)), capture:
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)), _nothing_collected(), capture:
                 out = body()
             self._pool = graph.pool()
             return Captured(graph, out)
@@ -85,6 +87,18 @@ class GraphPool:
                 what,
             )
             return None
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Python may find an engine that is gone at any moment: to free its graphs would spoil the one being captured."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def bucket_sizes(most: int) -> list[int]:
