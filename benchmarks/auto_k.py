@@ -157,7 +157,10 @@ class Shape:
         begun = time.perf_counter()
         self.costs = measure_costs(self._llm.core, draft_counts(_MOST))
         self.seconds = time.perf_counter() - begun
-        for concurrency in args.concurrency:  # sizes in between come up when the first requests have ended
+        for llm, drafts in ((self._plain, (0,)), (self._llm, draft_counts(_MOST))):
+            for _ in llm.core.warm_up(drafts):  # sizes in between come up when the first requests have ended
+                pass
+        for concurrency in args.concurrency:
             self._batch(self._plain, concurrency)
             for k in draft_counts(_MOST):
                 self._llm.core.policy = FixedK(k)
