@@ -57,7 +57,8 @@ def build_core(
     asked = resolve_kernels(config, device)
     kernels = "triton" if asked == INVARIANT else asked
     check_max_model_len(config.max_model_len, spec)
-    _check_invariant(asked, spec)
+    if asked == INVARIANT:
+        _check_invariant(config, spec)
     for module, form in ((target.model, asked), (drafter, kernels)):
         if module is not None:
             use_kernels(module, form)
@@ -138,9 +139,16 @@ def resolve_kernels(config: EngineConfig, device: torch.device) -> str:
     return config.kernels
 
 
-def _check_invariant(kernels: str, spec: ModelSpec) -> None:
-    if kernels == INVARIANT and spec.moe is not None:
+def _check_invariant(config: EngineConfig, spec: ModelSpec) -> None:
+    if spec.moe is not None:
         raise PeagleError("kernels is 'invariant': it is for dense targets, not for mixtures of experts; use auto")
+    if config.attention == "torch":
+        raise PeagleError("kernels is 'invariant' and attention 'torch', whose sums follow the batch: use auto for one")
+    if not can_tile(spec.head_dim):
+        raise PeagleError(
+            f"kernels is 'invariant' and the target's heads have {spec.head_dim} dims: there its attention is torch's, "
+            "whose sums follow the batch; use auto"
+        )
 
 
 def check_max_model_len(asked: int | None, spec: ModelSpec) -> None:

@@ -147,9 +147,9 @@ class SlotState:
         """Between requests: all slots look like requests that have come so far. They read what happens to be in the
         cache, and what they write goes to the null block."""
         slots, blocks = len(self.last_token) - 1, context // block_size
-        ids = 1 + np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks) % num_blocks
-        self.host_tables[:slots, :blocks] = ids
-        self.tables[:slots, :blocks] = torch.from_numpy(ids).to(self._device)
+        self.host_tables[:slots, :blocks] = 1 + np.arange(slots * blocks).reshape(slots, blocks) % num_blocks
+        self.host_tables[:slots, blocks:] = 0  # of the slots' last requests, whose blocks others may find
+        self.tables.copy_(torch.from_numpy(self.host_tables))
         self.num_computed[:slots] = blocks * block_size
         try:
             yield

@@ -320,8 +320,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None
     ) -> Tensor:
         # Packed weights cannot be cut. Where half of the rows ask, one matmul costs less than two and their gathers.
-        whole = rows_U is None or 2 * rows_U.shape[0] >= x.shape[0] or self.kernels == INVARIANT
-        if whole or not _are_plain(self.qkv_proj):
+        if rows_U is None or 2 * rows_U.shape[0] >= x.shape[0] or not _are_plain(self.qkv_proj):
             return self._attend(project(self.qkv_proj, x, self.kernels), cos_R1D, sin_R1D, attend, rows_U)
         weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.heads * self.head_dim
         q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])

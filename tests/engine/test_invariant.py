@@ -65,7 +65,16 @@ def test_needs_triton():
         tiny_llm(kernels="invariant")
 
 
-def engine(shape: str, drafts: int, kernels: str = INVARIANT, **settings: Any) -> LLM:
+@interpreter
+@pytest.mark.parametrize("settings,reason", [
+    ({}, "the target's heads have 8 dims"), ({"attention": "torch"}, "and attention 'torch', whose sums"),
+])  # fmt: skip
+def test_interpreted_what_has_no_such_form_is_refused(settings: dict[str, Any], reason: str):
+    with pytest.raises(PeagleError, match=reason):
+        tiny_llm(kernels="invariant", **settings)
+
+
+def engine(shape: str, drafts: int, **settings: Any) -> LLM:
     """Random weights in bfloat16, a head of two layers."""
     sizes = SHAPES[shape]
     rope = RopeSpec(theta=1e4, head_dim=sizes["head_dim"])
@@ -75,7 +84,7 @@ def engine(shape: str, drafts: int, kernels: str = INVARIANT, **settings: Any) -
     target = Target("tiny", Path("tiny"), spec, model.to("cuda", torch.bfloat16), tiny_tokenizer())
     head = new_drafter(target.model, num_layers=2, tap_ids=(0, 1, 3), mask_token_id=95, seed=4, target_init=False)
     head = head.to("cuda", torch.bfloat16).eval().requires_grad_(False)
-    config = EngineConfig(**{"max_num_seqs": 24, **settings}, num_kv_blocks=1200, max_model_len=512, kernels=kernels)
+    config = EngineConfig(**{"max_num_seqs": 24, **settings}, num_kv_blocks=1200, max_model_len=512, kernels=INVARIANT)
     return LLM.from_parts(target, head, drafts, config)
 
 

@@ -53,9 +53,10 @@ def tiny_parts(
     window: int | None = None,
     draft_ids: Sequence[int] | None = None,
     layers: int = 4,
+    head_dim: int = 8,
 ) -> tuple[Target, Eagle3Drafter]:
     """Random target and random two-layer head, P-EAGLE or EAGLE-3; with a `window`, its second layer slides."""
-    spec = tiny_spec(num_layers=layers)
+    spec = tiny_spec(num_layers=layers, head_dim=head_dim, rope=RopeSpec(theta=1e4, head_dim=head_dim))
     model = TargetModel(spec).eval().requires_grad_(False)
     random_weights(model, seed)
     target = Target("tiny", Path("tiny"), spec, model.to(dtype), tiny_tokenizer())

@@ -303,6 +303,20 @@ def test_interpreted_rows_do_not_depend_on_neighbours(heads: int, kv_heads: int,
 
 @interpreter
 @pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize("heads,kv_heads,dim", [(6, 2, 16), (20, 1, 16), (4, 1, 128), (4, 2, 256)])
+@pytest.mark.parametrize("window", [None, 150])
+def test_interpreted_invariant_rows_do_not_depend_on_their_number(
+    heads: int, kv_heads: int, dim: int, window: int | None
+):
+    case = Case(4, [300, 3, 270], heads, kv_heads, dim, window=window)
+    together = run_part(case, 3, 4, INVARIANT)[0].unflatten(0, (3, 4))
+    for requests, rows in ((1, 1), (3, 1), (2, 3)):
+        part = run_part(case, requests, rows, INVARIANT)[0].unflatten(0, (requests, rows))
+        assert torch.equal(part, together[:requests, -rows:])
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
 def test_interpreted_plans_outlive_lengths_and_tables():
     """What a captured graph relies on: tables and limits change in place, the plan stays."""
     case, other = Case(4, [600, 30], 6, 2, 16, width=40), Case(4, [40, 330], 6, 2, 16, width=40)
@@ -346,12 +360,14 @@ def run_part(case: Case, requests: int, rows: int, backend: str) -> tuple[Tensor
 @pytest.mark.parametrize("heads,kv_heads,dim,window", SHAPES)
 def test_shapes_on_gpu(heads: int, kv_heads: int, dim: int, window: int | None, backend: str):
     """Any number of rows, of requests and of keys: right, and the same ten times; `INVARIANT`: the same bits for one
-    request as for 64."""
+    request as for 64, and for one row as for eight."""
     lengths = [1200, 0, 1, 7, 127, 128, 129, 2048, 2049, 5000, *np.random.default_rng(5).integers(0, 5000, 54).tolist()]
     case = Case(8, lengths, heads, kv_heads, dim, window=window, sinks=window is not None, dtype=torch.bfloat16,
                 device="cuda")  # fmt: skip
+    together = run_part(case, 64, 8, backend)[0].unflatten(0, (64, 8))
     for rows in range(1, 9):
         out, plan, q_RND, cache = run_part(case, 64, rows, backend)
+        assert torch.equal(out, together[:, -rows:].flatten(0, 1)) or backend == "triton"
         for first in range(0, 64, 8):  # not all at once: float64 of all keys
             some, at = slice(first * rows, (first + 8) * rows), slice(first, first + 8)
             view = CacheView(
