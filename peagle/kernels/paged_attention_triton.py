@@ -14,29 +14,14 @@ from peagle.kernels.paged_decode import CacheView
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width"])  # it grows while requests run, which must not compile anew
 def _attend_tile(
-    out_RND: tl.tensor,
-    q_RND: tl.tensor,
-    keys_MSD: tl.tensor,
-    values_MSD: tl.tensor,
-    limit_R: tl.tensor,
-    sinks_N: tl.tensor,
-    tiles_W3: tl.tensor,
-    tables_BN: tl.tensor,
-    table_width: tl.int32,  # not specialised: it grows while requests run, which must not compile anew
-    q_row_stride: tl.int64,
-    q_head_stride: tl.int64,
-    cache_head_stride: tl.int64,
-    scale_log2: float,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, values_MSD: tl.tensor, limit_R: tl.tensor,
+    sinks_N: tl.tensor, tiles_W3: tl.tensor, tables_BN: tl.tensor, table_width: tl.int32, q_row_stride: tl.int64,
+    q_head_stride: tl.int64, cache_head_stride: tl.int64, scale_log2: float, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(tiles_W3 + tile * 3)
     num_rows = tl.load(tiles_W3 + tile * 3 + 1)
@@ -99,31 +84,15 @@ def paged_attention_triton(q_RND: Tensor, cache: CacheView, plan: TilePlan) -> T
     q_RND = q_RND if q_RND.stride(2) == 1 else q_RND.contiguous()
     out_RND = torch.empty((rows, heads, head_dim), dtype=q_RND.dtype, device=q_RND.device)
     keys, warps, stages = _launch_sizes(plan.tile_size, head_dim, q_RND.dtype)
+    sinks_N = cache.limit_R if cache.sinks_N is None else cache.sinks_N  # not read without sinks
     with torch.cuda.device_of(q_RND):
         _attend_tile[(plan.tiles_W3.shape[0], kv_heads)](
-            out_RND,
-            q_RND,
-            cache.keys_MSD,
-            cache.values_MSD,
-            cache.limit_R,
-            cache.limit_R if cache.sinks_N is None else cache.sinks_N,  # not read without sinks
-            plan.tiles_W3,
-            plan.tables_BN,
-            plan.tables_BN.shape[1],
-            q_RND.stride(0),
-            q_RND.stride(1),
-            cache.keys_MSD.stride(0),
-            head_dim**-0.5 * LOG2_E.value,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=plan.block_size,
-            TILE=plan.tile_size,
-            KEYS=keys,
-            WINDOW=cache.window or 0,
-            SINKS=cache.sinks_N is not None,
-            num_warps=warps,
+            out_RND, q_RND, cache.keys_MSD, cache.values_MSD, cache.limit_R, sinks_N, plan.tiles_W3, plan.tables_BN,
+            plan.tables_BN.shape[1], q_RND.stride(0), q_RND.stride(1), cache.keys_MSD.stride(0),
+            head_dim**-0.5 * LOG2_E.value, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=plan.block_size,
+            TILE=plan.tile_size, KEYS=keys, WINDOW=cache.window or 0, SINKS=cache.sinks_N is not None, num_warps=warps,
             num_stages=stages,
-        )
+        )  # fmt: skip
     return out_RND
 
 

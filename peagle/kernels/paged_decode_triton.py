@@ -287,39 +287,19 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
     group = heads // kv_heads
     tiles = plan.tables_BN.shape[0] * -(-plan.rows * group // plan.tile_size)
     keys, warps, stages = _launch_sizes(plan, head_dim, q_RND.dtype)
-    with torch.cuda.device_of(q_RND):
+    sinks_N = cache.limit_R if cache.sinks_N is None else cache.sinks_N  # not read without sinks
+    kept = (scratch.out_WMCTD, scratch.stats_WMC2T, scratch.arrivals_WM) if scratch else (out_RND,) * 3
+    # Of more dims they would take too many registers; splits past the fine chunks begin with several turns.
+    keys_first = plan.own_keys and not cache.window and head_dim <= 64 and plan.splits <= MOST_EARLY
+    with torch.cuda.device_of(q_RND):  # no fusion: folding in registers and folding from memory must round alike
         _decode_tile[(tiles, kv_heads, plan.splits)](
-            out_RND,
-            q_RND,
-            cache.keys_MSD,
-            cache.values_MSD,
-            cache.limit_R,
-            cache.limit_R if cache.sinks_N is None else cache.sinks_N,  # not read without sinks
-            plan.tables_BN,
-            *((scratch.out_WMCTD, scratch.stats_WMC2T, scratch.arrivals_WM) if scratch else (out_RND,) * 3),
-            plan.tables_BN.shape[1],
-            q_RND.stride(0),
-            q_RND.stride(1),
-            cache.keys_MSD.stride(0),
-            head_dim**-0.5 * _LOG2_E.value,
-            ROWS=plan.rows,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=plan.block_size,
-            TILE=plan.tile_size,
-            KEYS=keys,
-            CHUNKS=plan.chunks,
-            SPLITS=plan.splits,
-            WINDOW=cache.window or 0,
-            SINKS=cache.sinks_N is not None,
-            OWN=plan.own_keys,
-            # Of more dims they would take too many registers; splits past the fine chunks begin with several turns.
-            KEYS_FIRST=plan.own_keys and not cache.window and head_dim <= 64 and plan.splits <= MOST_EARLY,
-            EARLY=launches_early(q_RND.device),
-            num_warps=warps,
-            num_stages=stages,
-            enable_fp_fusion=False,  # folding in registers and folding from memory must round alike
-        )
+            out_RND, q_RND, cache.keys_MSD, cache.values_MSD, cache.limit_R, sinks_N, plan.tables_BN, *kept,
+            plan.tables_BN.shape[1], q_RND.stride(0), q_RND.stride(1), cache.keys_MSD.stride(0),
+            head_dim**-0.5 * _LOG2_E.value, ROWS=plan.rows, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=plan.block_size,
+            TILE=plan.tile_size, KEYS=keys, CHUNKS=plan.chunks, SPLITS=plan.splits, WINDOW=cache.window or 0,
+            SINKS=cache.sinks_N is not None, OWN=plan.own_keys, KEYS_FIRST=keys_first,
+            EARLY=launches_early(q_RND.device), num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+        )  # fmt: skip
     return out_RND
 
 

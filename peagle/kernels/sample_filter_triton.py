@@ -126,21 +126,10 @@ def _least_of_row(
 
 @triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "log_min_p_R"])
 def _maxima_of_groups(
-    maxima_RG: tl.tensor,
-    count_R: tl.tensor,
-    mass_R: tl.tensor,
-    logits_RV: tl.tensor,
-    logits_stride: tl.int64,
-    temperature_R: tl.tensor,
-    top_k_R: tl.tensor,
-    top_p_R: tl.tensor,
-    log_min_p_R: tl.tensor,
-    vocab: tl.int32,
-    MIN_P: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    maxima_RG: tl.tensor, count_R: tl.tensor, mass_R: tl.tensor, logits_RV: tl.tensor, logits_stride: tl.int64,
+    temperature_R: tl.tensor, top_k_R: tl.tensor, top_p_R: tl.tensor, log_min_p_R: tl.tensor, vocab: tl.int32,
+    MIN_P: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """The first reading. A group is spread over the row: tokens of near ids tend to be likely together."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part == 0:
@@ -164,25 +153,11 @@ def _maxima_of_groups(
 
 @triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "log_min_p_R"])
 def _collect(
-    collected_RC: tl.tensor,
-    count_R: tl.tensor,
-    mass_R: tl.tensor,
-    bounds_R2: tl.tensor,
-    maxima_RG: tl.tensor,
-    logits_RV: tl.tensor,
-    logits_stride: tl.int64,
-    temperature_R: tl.tensor,
-    top_k_R: tl.tensor,
-    top_p_R: tl.tensor,
-    log_min_p_R: tl.tensor,
-    vocab: tl.int32,
-    MIN_P: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROOM: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    collected_RC: tl.tensor, count_R: tl.tensor, mass_R: tl.tensor, bounds_R2: tl.tensor, maxima_RG: tl.tensor,
+    logits_RV: tl.tensor, logits_stride: tl.int64, temperature_R: tl.tensor, top_k_R: tl.tensor, top_p_R: tl.tensor,
+    log_min_p_R: tl.tensor, vocab: tl.int32, MIN_P: tl.constexpr, GROUPS: tl.constexpr, RANK: tl.constexpr,
+    ROOM: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """The second reading: the logits that reach the border, in any order, and without top-k the mass of a part."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, k, p, log_min_p, on = _filters_of(row, (temperature_R, top_k_R, top_p_R, log_min_p_R), vocab, MIN_P)
@@ -217,23 +192,11 @@ def _collect(
 
 @triton.jit(do_not_specialize_on_alignment=["temperature_R", "top_k_R", "top_p_R", "log_min_p_R"])
 def _narrow(
-    threshold_R: tl.tensor,
-    collected_RC: tl.tensor,
-    count_R: tl.tensor,
-    mass_R: tl.tensor,
-    bounds_R2: tl.tensor,
-    logits_RV: tl.tensor,
-    logits_stride: tl.int64,
-    temperature_R: tl.tensor,
-    top_k_R: tl.tensor,
-    top_p_R: tl.tensor,
-    log_min_p_R: tl.tensor,
-    vocab: tl.int32,
-    MIN_P: tl.constexpr,
-    ROOM: tl.constexpr,
-    SHIFT: tl.constexpr,
+    threshold_R: tl.tensor, collected_RC: tl.tensor, count_R: tl.tensor, mass_R: tl.tensor, bounds_R2: tl.tensor,
+    logits_RV: tl.tensor, logits_stride: tl.int64, temperature_R: tl.tensor, top_k_R: tl.tensor, top_p_R: tl.tensor,
+    log_min_p_R: tl.tensor, vocab: tl.int32, MIN_P: tl.constexpr, ROOM: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """The threshold of a row, from what was collected if that is enough to be sure, else from all of the row."""
     row = tl.program_id(0).to(tl.int64)
     temperature, k, p, log_min_p, on = _filters_of(row, (temperature_R, top_k_R, top_p_R, log_min_p_R), vocab, MIN_P)

@@ -33,26 +33,11 @@ class _Tile(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows"])
 def _stream_tile(
-    out: tl.tensor,
-    x_RI: tl.tensor,
-    weight_GI: tl.tensor,
-    bias_G: tl.tensor,
-    rows: tl.int32,
-    x_row_stride: tl.int64,
-    weight_row_stride: tl.int64,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    CUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    out: tl.tensor, x_RI: tl.tensor, weight_GI: tl.tensor, bias_G: tl.tensor, rows: tl.int32, x_row_stride: tl.int64,
+    weight_row_stride: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     OWN: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # output columns of a program
     cut, row_R = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live_R = row_R < rows
