@@ -72,9 +72,10 @@ def plan_attention(
     Tiles are as high as the mean request, for `INVARIANT` as high as can be.
     """
     if use_triton(backend, device) and can_tile(head_dim):
-        mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
-        tile_size = min(max(_least_tile(heads_per_kv), power_of_two(mean_height)), most_tile(heads_per_kv))
-        tile_size = most_tile(heads_per_kv) if backend == INVARIANT else tile_size
+        tile_size = most_tile(heads_per_kv)
+        if backend != INVARIANT:
+            mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
+            tile_size = min(max(_least_tile(heads_per_kv), power_of_two(mean_height)), tile_size)
         return _plan_tiles(query_lens, key_lens, block_tables, block_size, tile_size, heads_per_kv, device)
     return plan_rectangles(query_lens, key_lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.paged_attention import TilePlan, paged_attention, plan_attention
+from peagle.kernels.backend import INVARIANT
+from peagle.kernels.paged_attention import TilePlan, most_tile, paged_attention, plan_attention
 from peagle.kernels.paged_decode import CacheView
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
@@ -110,6 +111,27 @@ def test_interpreted_rows_that_see_nothing_are_zero(window: int | None):
     assert (out[3:] == 0).all()
     assert out[:3].isfinite().all()
     assert (out[:3] != 0).any()
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+def test_interpreted_invariant_rows_do_not_depend_on_their_number():
+    """A prompt at once, and rows of it as if the others had been there before."""
+    q, keys, values = torch.randn(100, 6, 16), *torch.randn(2, 2, 112, 16)
+    table, position = np.arange(7)[None], torch.arange(100)
+
+    def run(first: int, end: int) -> Tensor:
+        plan = plan_attention(
+            np.array([end - first]), np.array([end]), table, 16,
+            heads_per_kv=3, head_dim=16, device=torch.device("cpu"), backend=INVARIANT,
+        )  # fmt: skip
+        assert isinstance(plan, TilePlan)
+        assert plan.tile_size == most_tile(3)
+        return paged_attention(q[first:end], CacheView(keys, values, position[first:end]), plan)
+
+    whole = run(0, 100)
+    for first, end in ((0, 1), (99, 100), (37, 61)):
+        assert torch.equal(run(first, end), whole[first:end])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the host's part")
