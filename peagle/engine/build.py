@@ -93,7 +93,7 @@ def build_core(
     captures_prompts = captures and config.prompt_graphs and _has_tiles(load, device)
     return EngineCore(
         step,
-        Scheduler(pool, sizes),
+        Scheduler(pool, sizes, shares_answers=asked != INVARIANT),  # decoding attends in another form than prompts do
         most_drafts,
         sizes=sizes,
         device=device,

@@ -42,8 +42,9 @@ class Scheduler:
     always advances. The caller counts what it launches: it moves `num_computed`, `in_flight` and `rows_in_flight`.
     """
 
-    def __init__(self, pool: BlockPool, sizes: EngineSizes) -> None:
-        self.pool, self._sizes = pool, sizes
+    def __init__(self, pool: BlockPool, sizes: EngineSizes, *, shares_answers: bool = True) -> None:
+        """`shares_answers`: later requests find what was decoded, too, not only what a prompt's passes computed."""
+        self.pool, self._sizes, self._shares_answers = pool, sizes, shares_answers
         self._block_size = sizes.block_size
         self._free_slots = list(range(sizes.max_num_seqs - 1, -1, -1))
         self._num_added = 0
@@ -79,12 +80,13 @@ class Scheduler:
     def computed(self, request: Request) -> None:
         """Let later requests find the blocks that are complete by now; call it whenever `num_computed` has moved."""
         # Most calls end here: a block fills only every few steps.
-        if request.num_computed < (request.num_registered + 1) * self._block_size:
+        count = request.num_computed if self._shares_answers else min(request.num_computed, request.num_prefill)
+        if count < (request.num_registered + 1) * self._block_size:
             return
         if request.cacheable and request.slot >= 0:
             request.num_registered = self.pool.register(
-                request.token_ids, request.blocks, request.num_computed, request.num_registered
-            )
+                request.token_ids, request.blocks, count, request.num_registered
+            )  # fmt: skip
 
     def schedule(self, num_drafts: int, most_drafts: int | None = None) -> Schedule:
         """The next step: decodes of 1 + `num_drafts` rows each, then chunks of prompts.

@@ -65,6 +65,7 @@ class SimulatedEngine:
         num_drafts: tuple[int, ...] = (3,),
         depth: int = 1,
         prefix_caching: bool = True,
+        shares_answers: bool = True,
         seed: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching)
@@ -74,7 +75,7 @@ class SimulatedEngine:
             block_size=block_size,
             max_model_len=max_model_len,
         )
-        self.scheduler = Scheduler(self.pool, self.sizes)
+        self.scheduler = Scheduler(self.pool, self.sizes, shares_answers=shares_answers)
         self.block_size, self.max_model_len, self.max_num_seqs = block_size, max_model_len, max_num_seqs
         self.max_num_batched_tokens, self.num_drafts, self.depth = max_num_batched_tokens, num_drafts, depth
         self.rng = random.Random(seed)

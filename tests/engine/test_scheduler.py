@@ -138,6 +138,16 @@ def test_blocks_without_the_drafter_are_not_found():
     assert simulated.step().chunks[0].first == 0
 
 
+@pytest.mark.parametrize("shares,found", [(True, 24), (False, 12)])
+def test_what_was_decoded_is_found_if_it_may_be_shared(shares: bool, found: int):
+    simulated = engine(depth=0, shares_answers=shares)
+    first = make_request(0, prompt_of(13), 12)
+    simulated.add(first)
+    simulated.run()
+    simulated.add(make_request(1, [*first.token_ids, 0], 2))
+    assert simulated.step().chunks[0].first == found
+
+
 def test_a_request_too_big_to_wait_for_is_admitted_once_its_prefix_is_there():
     """The head of the queue is not matched in every step, but when a block it lacks appears."""
     simulated = engine(num_blocks=16, depth=0, max_num_batched_tokens=64)
