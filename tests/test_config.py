@@ -91,7 +91,7 @@ def test_synthetic_acceptance_that_cannot_be(values, says):
         ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization is 0: it must be in \(0, 1\]"),
         ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
-        ({"kernels": "cuda"}, "use auto, torch or triton"),
+        ({"kernels": "cuda"}, "use auto, torch, triton or invariant"),
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_model_len": 0}, "at least 1"),
     ],

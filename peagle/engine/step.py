@@ -22,7 +22,6 @@ from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SamplingMode, SlotState
 from peagle.errors import PeagleError
 from peagle.kernels.accept import Accepted, accept
-from peagle.kernels.backend import INVARIANT
 from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow
@@ -248,7 +247,7 @@ class SpeculativeStep:
         if rows is not None and self._kernels == "triton":
             return plan_decode(
                 rows, tables_BN, self._block_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-                backend=INVARIANT if self._attention == INVARIANT else self._kernels,
+                backend=self._kernels if self._attention == "auto" else self._attention,
             )  # fmt: skip
         if host is None:
             raise PeagleError("a step that the host does not follow needs kernels 'triton'")

@@ -21,11 +21,11 @@ HEADS: dict[str, dict[str, Any]] = {"p-eagle": {"draft_ids": range(3, 80, 2)}, "
 WAYS = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2})
 
 
-def tiny_llm(head: str, kernels: str, device: str) -> LLM:
+def tiny_llm(head: str, kernels: str, device: str, attention: str = "auto") -> LLM:
     """K = 3; prompts arrive in chunks of at most 8 rows a step."""
     target, drafter = tiny_parts(**HEADS[head], head_dim=16)  # which attention's kernels take
     target.model.to(device)
-    config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=8, kernels=kernels)
+    config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=8, kernels=kernels, attention=attention)
     return LLM.from_parts(target, drafter.to(device), 3, config, pack=False)
 
 
@@ -57,6 +57,14 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("head,filters", [("p-eagle", {"top_k": 9, "top_p": 0.8}), ("eagle-3", {})])
 def test_interpreted(head: str, filters: dict[str, Any]):
     check(head, "cpu", prompts=2, max_tokens=4, **filters)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
+def test_interpreted_attention_in_torch_decodes_in_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("peagle.kernels.paged_decode_triton.paged_decode_triton", None)
+    llm = tiny_llm("p-eagle", "triton", "cpu", attention="torch")
+    assert len(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 
 @gpu
