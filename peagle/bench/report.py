@@ -78,6 +78,8 @@ def check_result_path(path: Path, console: Console | None = None) -> None:
     with _partial(path) as probe:
         if path.is_dir():
             raise PeagleError(f"the result {path} is a folder: give the name of a file in it")
+        if path.exists() and not path.is_file():  # /dev/null, whose place a file would take
+            raise PeagleError(f"the result {path} is a device or a pipe: give the name of a file")
         probe.touch()
     if console is not None and path.exists():
         text = f"{path} exists: what this run measures takes its place"

@@ -1,7 +1,9 @@
 """Result files hold their provenance, appear whole or not at all, and render to the tables of the README."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from benchmarks.lossless_gpu import LosslessSettingRow
 from benchmarks.tables import render_block
 from benchmarks.train_curve import CurveRow
 from peagle.bench.markdown import markdown_table
-from peagle.bench.report import provenance, read_result, write_result
+from peagle.bench.report import check_result_path, provenance, read_result, write_result
 from peagle.errors import PeagleError
 
 ACCEPTANCE = AcceptanceRow(
@@ -209,3 +211,11 @@ def test_files_that_are_no_result(tmp_path, text):
     path.write_text(text)
     with pytest.raises(PeagleError, match=r"r\.json"):
         read_result(path)
+
+
+def test_a_result_takes_no_device_s_place(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(PeagleError, match="is a device or a pipe"):
+            check_result_path(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
