@@ -29,6 +29,7 @@ from peagle.drafters.checkpoint import resolve_head
 from peagle.errors import PeagleError
 from peagle.files import write_atomic
 from peagle.meter import say
+from peagle.models.fingerprint import weights_fingerprint
 from peagle.prompt_file import PromptRow, read_prompts
 
 DEFINITIONS = {
@@ -69,6 +70,7 @@ def run_sweep(
     setting = {
         "command": command_line(),
         "target": source.target.name,
+        "target_weights_fingerprint": weights_fingerprint(source.target.path),  # others may be called alike
         "datasets": _described(sets),
         "heads": {method: _identity(head) for method, head in used.items()},
         "source": "engines of one process that share the target",

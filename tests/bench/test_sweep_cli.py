@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from peagle.drafters.p_eagle import drafter_for
 from peagle.drafters.storage import read_config
 from peagle.errors import PeagleError
 from peagle.exits import run
-from peagle.models.hub import DEMO_PACKAGE
+from peagle.models.hub import DEMO_PACKAGE, resolve_model
 from peagle.prompt_file import read_prompts
 from peagle.speculation import shipped_head
 from tests.bench.fake_api import fake_api
@@ -151,6 +152,24 @@ def test_a_result_that_cannot_be_written_is_said_before_anything_loads(tiny, tmp
     said = capsys.readouterr().err
     assert "cannot write the result" in said
     assert (status, "loading" in said) == (2, False)
+
+
+def test_runs_of_another_model_of_the_same_name_are_measured_anew(tiny, tmp_path, capsys):
+    out = tmp_path / "sweep-x.json"
+    for name in ("a", "b"):
+        model = tmp_path / name / "model"
+        shutil.copytree(resolve_model(str(tiny / "tiny.gguf")), model)
+        [weights] = model.glob("*.safetensors")
+        with weights.open("r+b") as stream:
+            stream.seek(-1, 2)
+            stream.write(name.encode())
+        command = (
+            "bench", "sweep", model, "--methods", "none", "--datasets", tiny / "mine.jsonl", "--num-prompts", 1,
+            "--concurrency", 1, "--max-tokens", 2, "--repeats", 1, "--out", out, "--resume",
+        )  # fmt: skip
+        assert run(app, [str(argument) for argument in command]) == 0
+        said = capsys.readouterr().err
+        assert ("[1/1" in said, "runs are there" in said) == (True, False)
 
 
 def test_a_sweep_over_http_still_listens_after_a_load(tiny):
