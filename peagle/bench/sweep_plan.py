@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,7 @@ class RunFile:
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) and "settings" in entry else None
 
@@ -125,4 +127,9 @@ def _parsed(line: str) -> dict[str, Any] | None:
 def _run(entry: Mapping[str, Any]) -> Run:
     answers = tuple(Answer(*answer) for answer in entry["answers"])
     given = {field.name: entry[field.name] for field in fields(Run)}
-    return Run(**given | {"answers": answers, "accepted_per_position": tuple(entry["accepted_per_position"])})
+    run = Run(**given | {"answers": answers, "accepted_per_position": tuple(entry["accepted_per_position"])})
+    figures = [entry["repeat"], entry["k"], run.concurrency, run.seconds, run.rounds, run.accepted, run.failed]
+    figures += [run.steps or 0, run.decode_ms or 0, *run.accepted_per_position, *chain(*entry["answers"])]
+    if not all(isinstance(figure, int | float) and 0 <= figure < math.inf for figure in figures):
+        raise TypeError("a figure is none")
+    return run

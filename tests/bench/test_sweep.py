@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 
@@ -276,6 +277,23 @@ def test_runs_survive_their_file(tmp_path):
     file.path.write_text(
         json.dumps({"settings": cell.label, "dataset": "a", "concurrency": 4, "method": P_EAGLE, "k": 3})
     )
+    with pytest.raises(PeagleError, match=r"r\.runs\.jsonl has a line that is no run"):
+        list(file.read())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"repeat": [1]}, {"k": [3]}, {"concurrency": "4"}, {"seconds": None}, {"seconds": math.nan}, {"failed": "x"},
+        {"answers": [["a", 1, 1, 1, 1]]}, {"answers": [[0, 1]]}, {"accepted_per_position": [None]}, {"steps": "x"},
+        {"rounds": -1}, {"decode_ms": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_run_edited_into_none_is_named(tmp_path, changed):
+    file = RunFile(tmp_path / "r.json", lambda cell: "same")
+    file.add(1, Cell("a", 4, Setup(P_EAGLE, 3)), made_up(Setup(P_EAGLE, 3), 4))
+    file.path.write_text("[" * 100_000 + "\n" + json.dumps(json.loads(file.path.read_text()) | changed))
     with pytest.raises(PeagleError, match=r"r\.runs\.jsonl has a line that is no run"):
         list(file.read())
 
