@@ -190,7 +190,7 @@ class Sweep:
 
     def _progress(self, done: int, total: int, cell: Cell, run: Run, left: float) -> None:
         failed = f", {run.failed} FAILED" if run.failed else ""
-        length = f", AL {run.acceptance_length:.2f}" if cell.setup.num_drafts else ""
+        length = f", AL {run.acceptance_length:.2f}" if cell.setup.num_drafts and run.rounds else ""
         say(
             self._console,
             f"[{done}/{total}, {time.perf_counter() - self._begin:.0f} s, about {left:.0f} s left] {cell.label}: "

@@ -1,5 +1,6 @@
 """Plots of a sweep, each as PNG and SVG: speed-up by K and concurrency, its curve, acceptance per position."""
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -139,8 +140,8 @@ def _acceptance(rows: Sequence[SweepRow]) -> "Figure":
 
 def _acceptance_lines(left: "Axes", right: "Axes", rows: Sequence[SweepRow], method: str, color: str) -> None:
     drafts = [row.num_speculative_tokens for row in rows]
-    lengths = [row.acceptance_length for row in rows]
-    ranges = [row.acceptance_length_interval or [row.acceptance_length] * 2 for row in rows]
+    lengths = [math.nan if row.acceptance_length is None else row.acceptance_length for row in rows]
+    ranges = [row.acceptance_length_interval or [length] * 2 for row, length in zip(rows, lengths, strict=True)]
     low, high = zip(*ranges, strict=True)
     reach = (
         [max(length - end, 0.0) for length, end in zip(lengths, low, strict=True)],

@@ -41,7 +41,7 @@ class SweepRow:
     tokens_per_second: float
     tokens_per_second_interval: Range | None
     tokens_per_second_repeats: Sequence[float]
-    acceptance_length: float
+    acceptance_length: float | None
     acceptance_length_interval: Range | None
     accepted_share_per_position: Sequence[float]
     speedup_over_none: float | None
@@ -151,7 +151,7 @@ def _row(cell: Cell, sums: _Sums, times_DP: _Floats | None, bases: tuple[_Sums |
     over_none, over_eagle3 = (_speedup(sums, base, times_DP) for base in bases)
     rounds, accepted = sum(run.rounds for run in runs), sum(run.accepted for run in runs)
     speeds = [run.tokens_per_second for run in runs]
-    positions = [sum(run.accepted_per_position[j] for run in runs) for j in range(_depth(runs))]
+    positions = [sum(run.accepted_per_position[j] for run in runs) for j in range(_depth(runs) if rounds else 0)]
     steps = [run.steps for run in runs if run.steps]
     decode = [run.decode_ms for run in runs if run.decode_ms is not None]
     return SweepRow(
@@ -164,7 +164,7 @@ def _row(cell: Cell, sums: _Sums, times_DP: _Floats | None, bases: tuple[_Sums |
             _over_repeats(speeds, 2) if times_DP is None else _range(sums.drawn_speed(times_DP), 2)
         ),
         tokens_per_second_repeats=[round(speed, 2) for speed in speeds],
-        acceptance_length=round(1 + accepted / rounds if rounds else 1.0, 4),
+        acceptance_length=round(1 + accepted / rounds, 4) if rounds else None if cell.setup.num_drafts else 1.0,
         acceptance_length_interval=_length_range(sums, rounds, times_DP),
         accepted_share_per_position=[round(count / max(rounds, 1), 4) for count in positions],
         speedup_over_none=over_none[0],
@@ -188,7 +188,7 @@ def _depth(runs: Sequence[Run]) -> int:
 
 def _length_range(sums: _Sums, rounds: int, times_DP: _Floats | None) -> Range | None:
     """None where there are few prompts, or where a server does not say what each request's rounds were."""
-    if times_DP is None or sums.by_prompt[:, 2].sum() != rounds:
+    if times_DP is None or not rounds or sums.by_prompt[:, 2].sum() != rounds:
         return None
     return _range(sums.drawn_length(times_DP), 4)
 

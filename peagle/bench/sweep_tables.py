@@ -68,7 +68,8 @@ def _cells(rows: Sequence[Json]) -> _Table:
     lines = []
     for method, k in sorted({(r["method"], r["num_speculative_tokens"]) for r in rows}, key=_order):
         of = {r["concurrency"]: r for r in rows if (r["method"], r["num_speculative_tokens"]) == (method, k)}
-        length = f"{of[max(of)]['acceptance_length']:.2f}" if k else ""
+        known = of[max(of)]["acceptance_length"]
+        length = "" if not k else "?" if known is None else f"{known:.2f}"
         cells = [_cell(of.get(c), bold=id(of.get(c)) in fastest and k > 0) for c in at_once]
         lines.append((method, str(k or ""), length, *cells))
     return ("method", "K", "AL", *(f"c={c}" for c in at_once)), lines

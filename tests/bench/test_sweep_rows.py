@@ -13,6 +13,7 @@ from peagle.bench.announcement import ANNOUNCED
 from peagle.bench.closed_loop import Answer, Run
 from peagle.bench.report import read_result, write_result
 from peagle.bench.sweep_plan import Cell, Setup
+from peagle.bench.sweep_plots import plot_sweep
 from peagle.bench.sweep_rows import Results, best_drafts
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN
 from peagle.bench.sweep_tables import announcement_tables, print_tables, sweep_tables
@@ -110,6 +111,18 @@ def test_acceptance_that_no_request_has_of_its_own():
     assert row.accepted_share_per_position == [1.0, 0.5]
 
 
+@pytest.mark.parametrize("prompts", [2, 10])
+def test_acceptance_that_nobody_counted_is_none(tmp_path, prompts):
+    """A server without counters, or answers of one token: 1.00 would say that every draft was refused."""
+    made = results(
+        {BASE: [run([1.0] * prompts)], FAST: [replace(run([1.0] * prompts), accepted_per_position=(0, 0, 0))]}
+    )
+    row = row_of(made, FAST)
+    assert (row.acceptance_length, row.acceptance_length_interval, row.accepted_share_per_position) == (None, None, [])
+    assert "| p-eagle | 3 | ? |" in sweep_tables([asdict(row) for row in made.rows()])
+    assert len(plot_sweep(made.rows(), tmp_path / "x.json", "")) == 6
+
+
 def test_the_best_k_joins_all_sets():
     made = Results()
     speeds = {  # set, concurrency -> seconds of none, K = 3, K = 5
@@ -147,8 +160,8 @@ def test_the_table():
     )
     made.add(0, Cell("a", 16, BASE), replace(run([0.1] * 8, concurrency=16), failed=3))
     text = sweep_tables([asdict(row) for row in made.rows()])
-    assert "| p-eagle | 3 | 1.00 | 2,000 (4.00x) |  |" in text
-    assert "| p-eagle | 7 | 1.00 | **4,000** (8.00x) |  |" in text
+    assert "| p-eagle | 3 | ? | 2,000 (4.00x) |  |" in text
+    assert "| p-eagle | 7 | ? | **4,000** (8.00x) |  |" in text
     assert "| none |  |  | 500 | 16,000, 3 failed |" in text
     assert "| p-eagle over none | K=7: **8.00x** [8.00–8.00] |  |" in text
     assert "| p-eagle over eagle3 | **4.00x** [4.00–4.00] |  |" in text
