@@ -79,14 +79,13 @@ class Scheduler:
 
     def computed(self, request: Request) -> None:
         """Let later requests find the blocks that are complete by now; call it whenever `num_computed` has moved."""
-        # Most calls end here: a block fills only every few steps.
         count = request.num_computed if self._shares_answers else min(request.num_computed, request.num_prefill)
+        # Most calls end here: a block fills only every few steps.
         if count < (request.num_registered + 1) * self._block_size:
             return
         if request.cacheable and request.slot >= 0:
-            request.num_registered = self.pool.register(
-                request.token_ids, request.blocks, count, request.num_registered
-            )  # fmt: skip
+            known = request.num_registered
+            request.num_registered = self.pool.register(request.token_ids, request.blocks, count, known)
 
     def schedule(self, num_drafts: int, most_drafts: int | None = None) -> Schedule:
         """The next step: decodes of 1 + `num_drafts` rows each, then chunks of prompts.

@@ -105,6 +105,16 @@ def _chunks_seen(limit_T: tl.tensor, last_key: tl.tensor,
 
 
 @triton.jit
+def _run_of(chunk: tl.tensor, lowest_key: tl.tensor, last_key: tl.tensor, KEYS: tl.constexpr,
+            WINDOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Where the keys of a chunk that a tile sees start, and where they stop."""
+    start = _chunk_start(chunk)
+    if WINDOW > 0:  # whole turns of the loop before the window are left out
+        start += tl.maximum(lowest_key - start, 0) // KEYS * KEYS
+    return start, tl.minimum(_chunk_start(chunk + 1), last_key + 1)
+
+
+@triton.jit
 def _places(block_S: tl.tensor, position_S: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
     """Offsets of keys, and values, from the first of their head, [S, D]; [W, S, D] of [W, S]."""
     slot_S = block_S.to(tl.int64) * BLOCK_SIZE + position_S % BLOCK_SIZE
@@ -184,6 +194,17 @@ def _attend_chunk(q: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table:
     return out_TD, top_T, total_T
 
 
+@triton.jit
+def _write(to_TD: tl.tensor, sink_T: tl.tensor, live_T: tl.tensor, out_TD: tl.tensor, top_T: tl.tensor,
+           total_T: tl.tensor, SINKS: tl.constexpr) -> None:  # fmt: skip
+    """The mean of values by their weights, and by those of sinks at `sink_T`, to where the tile's pairs belong."""
+    if SINKS:
+        sink_T = tl.load(sink_T).to(tl.float32) * _LOG2_E
+        out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, out_TD * 0.0, sink_T, total_T * 0.0 + 1.0)
+    total_T = tl.where(total_T > 0.0, total_T, 1.0)  # rows that see nothing
+    tl.store(to_TD, (out_TD / total_T[:, None]).to(to_TD.dtype.element_ty), mask=live_T[:, None])
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, values_MSD: tl.tensor, limit_R: tl.tensor,
                  sinks_N: tl.tensor, tables_BN: tl.tensor, scratch_out: tl.tensor, scratch_stats: tl.tensor,
@@ -225,15 +246,14 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
 
     last_key = tl.max(limit_T, axis=0)
     lowest_key, first, end = _chunks_seen(limit_T, last_key, WINDOW)
-    count = end - first
-    sharing = tl.minimum(count, SPLITS)
+    count, sharing = end - first, tl.minimum(end - first, SPLITS)
     if split >= tl.maximum(sharing, 1):
         return
 
     place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS
     kept_TD, kept_T = scratch_out + t[:, None] * HEAD_DIM + d[None], scratch_stats + t
     out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
-    next_chunk = first + split
+    next_chunk = first + split + (SPLITS if KEYS_FIRST else 0)
     if KEYS_FIRST:
         read_SD = tl.expand_dims(early_S <= last_key, -1)
         k_SD, v_SD = tl.where(read_SD, k_SD, 0.0), tl.where(read_SD, v_SD, 0.0)
@@ -241,13 +261,9 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
         if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
             if count > 1:
                 _keep(kept_TD, kept_T, place + split, out_TD, top_T, total_T, TILE, HEAD_DIM)
-        next_chunk += SPLITS
     if not KEYS_FIRST or SPLITS < CHUNKS:  # else nobody has a second chunk
         for chunk in range(next_chunk, end, SPLITS):
-            start = _chunk_start(chunk)
-            if WINDOW > 0:  # whole turns of the loop before the window are left out
-                start += tl.maximum(lowest_key - start, 0) // KEYS * KEYS
-            stop = tl.minimum(_chunk_start(chunk + 1), last_key + 1)
+            start, stop = _run_of(chunk, lowest_key, last_key, KEYS, WINDOW)
             chunk_TD, chunk_top_T, chunk_total_T = _attend_chunk(
                 q, keys_SD, values_SD, table, start, stop, lowest_key, limit_T, key_S, early, early_block_S,
                 scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW, OWN, KEYS_FIRST,
@@ -266,13 +282,10 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
                 out_TD, top_T, total_T, TILE, HEAD_DIM,
             )  # fmt: skip
 
-    if SINKS:
-        sink_T = tl.load(sinks_N + head_T).to(tl.float32) * _LOG2_E
-        out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, out_TD * 0.0, sink_T, total_T * 0.0 + 1.0)
-    total_T = tl.where(total_T > 0.0, total_T, 1.0)  # rows that see nothing
-    heads = tl.num_programs(1) * GROUP
-    at_TD = ((row_T * heads + head_T) * HEAD_DIM)[:, None] + d[None]
-    tl.store(out_RND + at_TD, (out_TD / total_T[:, None]).to(out_RND.dtype.element_ty), mask=live_T[:, None])
+    pair_at_T = row_T * (tl.num_programs(1) * GROUP) + head_T
+    _write(
+        out_RND + (pair_at_T * HEAD_DIM)[:, None] + d[None], sinks_N + head_T, live_T, out_TD, top_T, total_T, SINKS
+    )  # fmt: skip
 
 
 def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Tensor:
