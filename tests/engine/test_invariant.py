@@ -20,7 +20,7 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec, use_kernels
 from peagle.models.target import Target
 from peagle.sampling import SamplingParams
-from tests.engine.tiny import force_drafts, random_prompts, tiny_llm, tiny_spec, tiny_tokenizer
+from tests.engine.tiny import force_drafts, random_prompts, tiny_llm, tiny_parts, tiny_spec, tiny_tokenizer
 from tests.helpers import causal_attend, random_weights
 from tests.kernels.conftest import numpy_scalars, wide_tiles  # noqa: F401, fixtures
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
@@ -74,6 +74,14 @@ def test_needs_triton():
 def test_interpreted_what_has_no_such_form_is_refused(settings: dict[str, Any], reason: str):
     with pytest.raises(PeagleError, match=reason):
         tiny_llm(kernels="invariant", **settings)
+
+
+@interpreter
+@pytest.mark.parametrize("kernels,shares", [("triton", True), (INVARIANT, False)])
+def test_interpreted_answers_stay_out_of_its_prefix_cache(kernels: str, shares: bool):
+    config = EngineConfig(block_size=4, max_num_seqs=2, kernels=kernels)
+    llm = LLM.from_parts(*tiny_parts(head_dim=16), 3, config, pack=False)
+    assert llm.core.scheduler._shares_answers == shares
 
 
 def engine(shape: str, drafts: int, **settings: Any) -> LLM:
