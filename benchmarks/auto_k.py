@@ -3,8 +3,8 @@
 Random weights of the shapes named; a head is a chance by which each draft is kept once those before it were
 (benchmarks/speed_shapes.py), the same for every K. What is timed is a whole batch of requests, prompts and the last
 stragglers included, by the engine's own code that chooses K, from costs it measured at its start. "auto, first batch"
-begins with nothing known of the head; "auto" is the batch after it. "none" is an engine without a head. All of them
-take turns, repeat by repeat. Hardware: one GPU.
+begins with nothing known of the head; "auto" is the batch after it. "none" is an engine without a head; either has a
+process of its own, as a server has. All of them take turns, repeat by repeat. Hardware: one GPU.
 
     python -m benchmarks.auto_k --out benchmarks/results/auto-k-h200.json
     python -m benchmarks.auto_k --device cpu --out /tmp/smoke.json      # does the script itself work? a tiny shape
@@ -13,12 +13,14 @@ take turns, repeat by repeat. Hardware: one GPU.
 import argparse
 import sys
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
-from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config, free
+from benchmarks.engine_process import OwnProcess
+from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config
 from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, PLAIN, PROMPT_TOKENS, SHAPES, geometric_rate, random_prompts
 from peagle.bench.report import write_result
 from peagle.bench.stepping import Decoding
@@ -84,24 +86,25 @@ class Bench:
         """Every shape, each until its time is up."""
         args, count = self.args, self.args.repeats * len(self.args.shapes)
         for shape in args.shapes:
-            begun = time.perf_counter()
-            one = Shape(args, shape)
-            self.costs[shape] = {f"{n} requests, K={k}": round(1e3 * s, 4) for (n, k), s in one.costs.items()}
-            print(f"[{self._spent:.0f} s] {shape}: costs measured in {one.seconds:.1f} s", file=sys.stderr, flush=True)
-            for repeat in range(args.repeats):
-                for head in args.heads:
-                    for concurrency in args.concurrency:
-                        for policy, timed in one.batches(head, concurrency).items():
-                            self.found.setdefault((shape, head, concurrency, policy), []).append(timed)
-                self._done += 1
-                is_over = args.seconds is not None and time.perf_counter() - begun > args.seconds
-                self._partial = shape != args.shapes[-1] or not (is_over or repeat + 1 == args.repeats)
-                self.write()
-                say_progress(self._done, count, self._begun, f"{shape}: repeat {repeat + 1} of {args.repeats}")
-                if is_over:
-                    break
-            del one
-            free()
+            with closing(Shape(args, shape)) as one:
+                self._measure(shape, one, count)
+
+    def _measure(self, name: str, shape: "Shape", count: int) -> None:
+        args, begun = self.args, time.perf_counter()
+        self.costs[name] = {f"{n} requests, K={k}": round(1e3 * s, 4) for (n, k), s in shape.costs.items()}
+        print(f"[{self._spent:.0f} s] {name}: costs measured in {shape.seconds:.1f} s", file=sys.stderr, flush=True)
+        for repeat in range(args.repeats):
+            for head in args.heads:
+                for concurrency in args.concurrency:
+                    for policy, timed in shape.batches(head, concurrency).items():
+                        self.found.setdefault((name, head, concurrency, policy), []).append(timed)
+            self._done += 1
+            is_over = args.seconds is not None and time.perf_counter() - begun > args.seconds
+            self._partial = name != args.shapes[-1] or not (is_over or repeat + 1 == args.repeats)
+            self.write()
+            say_progress(self._done, count, self._begun, f"{name}: repeat {repeat + 1} of {args.repeats}")
+            if is_over:
+                break
 
     @property
     def _spent(self) -> float:
@@ -143,49 +146,71 @@ class Bench:
 
 
 class Shape:
-    """A shape's two engines, with and without a head, everything captured, and the costs of steps."""
+    """A shape's two engines, with a head and without, each in its process until `close`, and the costs of steps."""
 
     def __init__(self, args: argparse.Namespace, shape: str) -> None:
-        self._tokens, device = args.output_tokens, resolve_engine_device(args.device)
-        target = dummy_target(shape, resolve_dtype(args.dtype, device), device)
-        config = engine_config(args, target, self._tokens + 2 * _MOST + 1)
-        self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
-        self._plain = LLM.from_parts(target, None, 0, config, pack=False)
-        rates = (0.5,) * _MOST
-        drafter = dummy_drafter(target, P_EAGLE)
-        self._llm = LLM.from_parts(target, drafter, _MOST, config, pack=False, synthetic_rates=rates)
-        begun = time.perf_counter()
-        self.costs = measure_costs(self._llm.core, draft_counts(_MOST))
-        self.seconds = time.perf_counter() - begun
-        for llm, drafts in ((self._plain, (0,)), (self._llm, draft_counts(_MOST))):
-            for _ in llm.core.warm_up(drafts):  # sizes in between come up when the first requests have ended
-                pass
-        for concurrency in args.concurrency:
-            self._batch(self._plain, concurrency)
-            for k in draft_counts(_MOST):
-                self._llm.core.policy = FixedK(k)
-                self._batch(self._llm, concurrency)
+        with ExitStack() as started:
+            self._plain = started.enter_context(closing(OwnProcess(f"{shape}, plain", Batches, args, shape, False)))
+            self._plain.ready()  # first: it must not run while the other measures its costs
+            self._headed = started.enter_context(closing(OwnProcess(f"{shape}, head", Batches, args, shape, True)))
+            self.costs, self.seconds = self._headed.ready().call("costs")
+            self.close = started.pop_all().close
 
     def batches(self, head: float, concurrency: int) -> dict[str, Timed]:
         """A batch of each policy, by a head of this acceptance length at K = 7."""
-        core = self._llm.core
-        if core.synthetic is not None:
-            core.synthetic.change((geometric_rate(head, _MOST),) * _MOST)
-        timed = {PLAIN: Timed(self._batch(self._plain, concurrency), 0.0)}
+        timed = {PLAIN: self._plain.call("fixed", 0, 1.0, concurrency)}
         for k in draft_counts(_MOST)[1:]:
-            core.policy = FixedK(k)
-            timed[f"K={k}"] = Timed(self._batch(self._llm, concurrency), k)
-        core.policy = chooser = Counted(self.costs)
+            timed[f"K={k}"] = self._headed.call("fixed", k, head, concurrency)
         for name in (FIRST, AUTO):
-            chooser.chosen.clear()
-            speed = self._batch(self._llm, concurrency)
-            timed[name] = Timed(speed, sum(chooser.chosen) / len(chooser.chosen))
+            timed[name] = self._headed.call("chosen", head, concurrency, name == FIRST)
         return timed
 
-    def _batch(self, llm: LLM, concurrency: int) -> float:
-        """Tokens a second of so many requests, from the first prompt to the last token."""
+
+class Batches:
+    """An engine with a head or without, everything captured, that answers batches of requests."""
+
+    def __init__(self, args: argparse.Namespace, shape: str, has_head: bool) -> None:
+        self._tokens, device = args.output_tokens, resolve_engine_device(args.device)
+        target = dummy_target(shape, resolve_dtype(args.dtype, device), device)
+        most = _MOST if has_head else 0
+        config = engine_config(args, target, self._tokens + 2 * _MOST + 1)
+        self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
+        drafter, rates = (dummy_drafter(target, P_EAGLE), (0.5,) * most) if has_head else (None, None)
+        self._llm = LLM.from_parts(target, drafter, most, config, pack=False, synthetic_rates=rates)
         begun = time.perf_counter()
-        Decoding(llm, self._prompts[:concurrency], decode_params(self._tokens)).drain()
+        self._costs = measure_costs(self._llm.core, draft_counts(most)) if has_head else {}
+        self._seconds = time.perf_counter() - begun
+        self._chooser: Counted | None = None
+        for _ in self._llm.core.warm_up(draft_counts(most)):  # what is captured in a timed batch would count
+            pass
+        for concurrency in args.concurrency:
+            for k in draft_counts(most):
+                self.fixed(k, 3.4, concurrency)
+
+    def costs(self) -> tuple[CostTable, float]:
+        """What steps cost, and how long it took to know."""
+        return self._costs, self._seconds
+
+    def fixed(self, num_drafts: int, head: float, concurrency: int) -> Timed:
+        """A batch with the same K in every step."""
+        self._llm.core.policy = FixedK(num_drafts)
+        return Timed(self._batch(head, concurrency), num_drafts)
+
+    def chosen(self, head: float, concurrency: int, is_first: bool) -> Timed:
+        """A batch whose K is chosen: by what is known of the head, or `is_first`, by one that knows nothing yet."""
+        if is_first or self._chooser is None:
+            self._chooser = Counted(self._costs)
+        self._llm.core.policy = self._chooser
+        self._chooser.chosen.clear()
+        speed = self._batch(head, concurrency)
+        return Timed(speed, sum(self._chooser.chosen) / len(self._chooser.chosen))
+
+    def _batch(self, head: float, concurrency: int) -> float:
+        """Tokens a second of so many requests, from the first prompt to the last token."""
+        if self._llm.core.synthetic is not None:
+            self._llm.core.synthetic.change((geometric_rate(head, _MOST),) * _MOST)
+        begun = time.perf_counter()
+        Decoding(self._llm, self._prompts[:concurrency], decode_params(self._tokens)).drain()
         return concurrency * self._tokens / (time.perf_counter() - begun)
 
 

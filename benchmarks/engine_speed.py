@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command, run_script
-from benchmarks.engine_process import Measured, Models, OwnProcess
+from benchmarks.engine_process import Measured, Models, OwnEngine
 from benchmarks.speed_shapes import (
     CONCURRENCY,
     EAGLE3,
@@ -83,7 +83,7 @@ class WarmEngine:
     """An engine of this process, which has decoded as many requests at once as it will be asked for."""
 
     def __init__(self, args: argparse.Namespace, setup: Setup, target: Target, drafter: Eagle3Drafter | None) -> None:
-        self.models = Models(target.spec, drafter.config if drafter else None)
+        self._models = Models(target.spec, drafter.config if drafter else None)
         self._args, self._drafts = args, setup.num_drafts
         longest = max(args.output_tokens, self._profiled_tokens)
         config = engine_config(args, target, longest + 2 * setup.num_drafts + 1, kernels=args.kernels)
@@ -96,6 +96,10 @@ class WarmEngine:
     @property
     def _profiled_tokens(self) -> int:
         return 2 * _WARM_UP_TOKENS + (2 * self._args.profile_steps + 4) * (self._drafts + 1)
+
+    def models(self) -> Models:
+        """As in `Measured`."""
+        return self._models
 
     def window(self, concurrency: int) -> Window:
         """As in `Measured`."""
@@ -200,7 +204,7 @@ def _engines(args: argparse.Namespace, session: "Session", setups: Sequence[Setu
         del target, drafters
         free()
         return
-    processes = [OwnProcess(own_engine, args, setup) for setup in setups]
+    processes = [OwnEngine(own_engine, args, setup) for setup in setups]
     try:
         yield [Engine(setup, process.ready()) for setup, process in zip(setups, processes, strict=True)]
     finally:
@@ -229,7 +233,7 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
     setup, windows = engine.setup, engine.windows[concurrency]
     ms = [window.ms_per_step for window in windows]
     whole, (profile, beside) = _sum(windows), engine.profiles.get(concurrency, (None, None))
-    models = engine.measured.models
+    models = engine.measured.models()
     cost = step_cost(
         models.spec,
         models.drafter,

@@ -16,6 +16,9 @@ class Shape:
     def __init__(self, args: Namespace, shape: str) -> None:
         self.repeat, self.seconds, self.costs = 0, 0.0, {(1, 0): 1e-3, (1, 7): 2e-3}
 
+    def close(self) -> None:
+        pass
+
     def batches(self, head: float, concurrency: int) -> dict[str, auto_k.Timed]:
         self.repeat += 1
         plain = 100.0 * self.repeat

@@ -199,7 +199,7 @@ def test_a_row_of_windows_and_a_profile():
     from peagle.bench.stepping import Window
 
     spec = spec_from_hf(hf_config("tiny"))
-    measured = SimpleNamespace(models=Models(spec, drafter_config(spec, P_EAGLE)))
+    measured = SimpleNamespace(models=lambda: Models(spec, drafter_config(spec, P_EAGLE)))
     windows = [Window(2, seconds, 10, 70, 300.0) for seconds in (0.05, 0.04, 0.09)]
     engine = Engine(Setup("tiny", P_EAGLE, 7), measured, {2: windows})
     row = _row(engine, 2, 1e9, torch.bfloat16)
@@ -235,9 +235,9 @@ def _no_process(args: Any, setup: Setup) -> Any:
 
 @pytest.mark.parametrize(("make", "says"), [(_no_engine, "p-eagle.*: there is none"), (_no_process, "status 7")])
 def test_an_engine_that_cannot_be_made_is_said(make: Any, says: str):
-    from benchmarks.engine_process import OwnProcess
+    from benchmarks.engine_process import OwnEngine
 
-    process = OwnProcess(make, argparse.Namespace(), Setup("tiny", P_EAGLE, 3))
+    process = OwnEngine(make, argparse.Namespace(), Setup("tiny", P_EAGLE, 3))
     try:
         with pytest.raises(PeagleError, match=says):
             process.ready()
