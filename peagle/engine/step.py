@@ -22,6 +22,7 @@ from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SamplingMode, SlotState
 from peagle.errors import PeagleError
 from peagle.kernels.accept import Accepted, accept
+from peagle.kernels.backend import INVARIANT
 from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow
@@ -81,7 +82,9 @@ class SpeculativeStep:
         self._target, self._target_cache = target, target_cache
         self._draft_side, self.state = draft_side, state
         self._sizes, self._block_size, self._max_model_len = sizes, sizes.block_size, sizes.max_model_len
-        self._attention, self._kernels = attention, kernels
+        self._attention = attention
+        self._draft_attention = "auto" if attention == INVARIANT else attention  # no bit of a draft reaches the output
+        self._kernels = kernels
         self.synthetic = synthetic
 
     @property
@@ -244,11 +247,12 @@ class SpeculativeStep:
     ) -> AttentionPlan:
         """Plan a pass over requests of `rows` rows each, or, None, of as many as the host says."""
         heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        attention = self._attention if isinstance(sizes, ModelSpec) else self._draft_attention
         if rows is not None and self._kernels == "triton":
             return plan_decode(
                 rows, tables_BN, self._block_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-                backend=self._kernels if self._attention == "auto" else self._attention,
+                backend=self._kernels if attention == "auto" else attention,
             )  # fmt: skip
         if host is None:
             raise PeagleError("a step that the host does not follow needs kernels 'triton'")
-        return host.plan(sizes, self._sizes, tables_BN.device, self._attention)
+        return host.plan(sizes, self._sizes, tables_BN.device, attention)

@@ -84,6 +84,18 @@ def test_interpreted_answers_stay_out_of_its_prefix_cache(kernels: str, shares: 
     assert llm.core.scheduler._shares_answers == shares
 
 
+@interpreter
+def test_interpreted_only_the_target_s_attention_has_the_one_form():
+    tables_BN, forms = torch.zeros(64, 40, dtype=torch.int64), {}
+    for kernels in (INVARIANT, "triton"):
+        config = EngineConfig(max_num_seqs=2, kernels=kernels)
+        step = LLM.from_parts(*tiny_parts(head_dim=16), 3, config, pack=False).core._speculative
+        forms[kernels, "target"] = step._plan(tables_BN, 8, None, step._target.spec).tile_size
+        forms[kernels, "head"] = step._plan(tables_BN, 8, None, step._draft_side.drafter.config).tile_size
+    assert forms[INVARIANT, "head"] == forms["triton", "head"]
+    assert forms[INVARIANT, "target"] < forms["triton", "target"]
+
+
 def engine(shape: str, drafts: int, **settings: Any) -> LLM:
     """Random weights in bfloat16, a head of two layers."""
     sizes = SHAPES[shape]
