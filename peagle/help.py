@@ -93,9 +93,6 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_DTYPE = "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU."
-_DEVICE = "cpu, cuda, or auto: a GPU if there is one."
-
 ENGINE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Engine": {
@@ -110,12 +107,18 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "async_scheduling": "On a GPU, prepare a step while the one before it runs.",
             "unpack_experts": "On a GPU, unpack MXFP4 experts at load: four times the memory.",
             "kernels": "torch, triton, or auto: triton on GPU; invariant: triton, rows rounded alike in every batch.",
-            "dtype": _DTYPE,
-            "device": _DEVICE,
+            "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU.",
+            "device": "cpu, cuda, or auto: a GPU if there is one.",
         },
     }
 )
 ENGINE_ALIASES: Mapping[str, str] = MappingProxyType({"graphs": "/--enforce-eager"})  # vLLM's name
+
+
+def engine_texts(*flags: str) -> dict[str, str]:
+    """The help texts of flags that other verbs share with the engine."""
+    return {flag: ENGINE_FLAGS["Engine"][flag] for flag in flags}
+
 
 SPECULATION_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -183,8 +186,7 @@ SELF_PROMPT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "Running": {
             "max_num_seqs": "Turns drawn at once.",
-            "dtype": _DTYPE,
-            "device": _DEVICE,
+            **engine_texts("dtype", "device"),
         },
     }
 )
@@ -198,11 +200,7 @@ PROFILE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "Running": {
             "load_format": "dummy: random weights for MODEL, which then needs no more than its config.json.",
-            "graphs": "On a GPU, replay decode steps as CUDA graphs.",
-            "async_scheduling": "On a GPU, prepare a step while the one before it runs.",
-            "kernels": "torch, triton, or auto: triton on GPU; invariant: triton, rows rounded alike in every batch.",
-            "dtype": _DTYPE,
-            "device": _DEVICE,
+            **engine_texts("graphs", "async_scheduling", "kernels", "dtype", "device"),
         },
     }
 )
@@ -221,8 +219,7 @@ PREPARE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Running": {
             "shard_size": "Documents per parquet file; a finished file survives an interruption.",
             "max_num_seqs": "Prompts answered at once.",
-            "dtype": _DTYPE,
-            "device": _DEVICE,
+            **engine_texts("dtype", "device"),
         },
     }
 )
@@ -233,7 +230,7 @@ EXTRACT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "tap_ids": "Target layers whose input the head reads (default: 2, n/2, n-3).",
             "shard_gib": "Size of a file in GiB; a finished file survives an interruption.",
             "dtype": "bfloat16, float32 or auto: the precision that `train` computes in.",
-            "device": _DEVICE,
+            **engine_texts("device"),
         },
     }
 )
@@ -290,8 +287,7 @@ TRAIN_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ema_decay": "Evaluate and export an average of the weights with this decay, such as 0.999 (default: off).",
         },
         "Running": {
-            "dtype": _DTYPE,
-            "device": _DEVICE,
+            **engine_texts("dtype", "device"),
             "attention": "reference (torch), flex, kernel (Triton), or auto: kernel on GPU.",
             "compile": "Compile the step with torch.compile.",
             "graphs": "On a GPU replay steps as CUDA graphs, where a pack is one chunk.",

@@ -22,6 +22,7 @@ from peagle.drafters.checkpoint import save_drafter
 from peagle.drafters.p_eagle import DrafterConfig, PEagleDrafter
 from peagle.errors import PeagleError
 from peagle.exits import explain, run
+from peagle.help import ENGINE_FLAGS
 from peagle.models.layers import RopeSpec
 from tests.models.tiny import SIZES, tiny_gguf
 
@@ -135,6 +136,12 @@ def test_every_setting_has_a_flag(verb, config):
     text = peagle(*verb.split(), "--help", COLUMNS="200").stdout
     for field in fields(config):
         assert "--" + field.name.replace("_", "-") in text
+
+
+def test_what_is_said_of_the_engines_flags_stands_once():
+    sources = "".join((ROOT / "peagle" / name).read_text() for name in ("help.py", "bench/help.py"))
+    texts = ENGINE_FLAGS["Engine"].values()
+    assert {text: sources.count(text) for text in texts} == dict.fromkeys(texts, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from peagle.bench.settings import ACCURACY_TASKS, BACKENDS, DATASETS, METRICS
 from peagle.bench.sweep_settings import METHODS
+from peagle.help import engine_texts
 
 BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -90,12 +91,7 @@ EVAL_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "run_code": "RUN PROGRAMS THAT THE MODEL WROTE, as HumanEval needs: confined, but do it where they can do "
             "no harm.",
         },
-        "Running": {
-            "max_num_seqs": "Requests that run at once.",
-            "kernels": "torch, triton, or auto: triton on GPU.",
-            "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU.",
-            "device": "cpu, cuda, or auto: a GPU if there is one.",
-        },
+        "Running": engine_texts("max_num_seqs", "kernels", "dtype", "device"),
     }
 )
 EVAL_ALIASES: Mapping[str, str] = MappingProxyType({"temperatures": "--temperature"})
@@ -122,9 +118,7 @@ SWEEP_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "Running": {
             "seconds": "Begin no cell that would not end within this time; --resume goes on later.",
-            "prompt_graphs": "On a GPU, replay passes over short prompts as CUDA graphs too.",
-            "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU.",
-            "device": "cpu, cuda, or auto: a GPU if there is one.",
+            **engine_texts("prompt_graphs", "dtype", "device"),
         },
     }
 )
