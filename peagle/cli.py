@@ -27,7 +27,7 @@ from peagle.config import (
 )
 from peagle.errors import PeagleError
 from peagle.exits import USER_ERROR_STATUS, prepare_streams, run
-from peagle.flags import Model, with_flags
+from peagle.flags import Model, keep_names_whole, with_flags
 from peagle.help import (
     ANSWER_FLAGS,
     ENGINE_ALIASES,
@@ -342,4 +342,6 @@ def _load(model: str, speculation: SpeculativeConfig | None, config: EngineConfi
 def main() -> None:
     """Run the command line of this process and leave with its status; `peagle.__main__` is the entry point."""
     prepare_streams()
+    if "--help" in sys.argv:
+        keep_names_whole()
     sys.exit(run(app, sys.argv[1:]))

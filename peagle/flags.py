@@ -42,7 +42,9 @@ def with_flags(
     flags = []
     for field in (field for field in fields(config_class) if field.name in panel_of):
         name, (panel, text) = field.name, panel_of[field.name]
-        metavar = metavars.get(name) or _list_metavar(elements.get(name))
+        switch = hints[name] is bool
+        metavar = "" if switch else metavars.get(name) or _list_metavar(elements.get(name))
+        panel += ": switches" * switch  # their second names would leave the others no room
         option = typer.Option(*_names(name, aliases), help=text, rich_help_panel=panel, metavar=metavar)
         hint: Any = (str | None) if name in elements else hints[name]
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -68,6 +70,20 @@ def with_flags(
         return command
 
     return decorate
+
+
+def keep_names_whole() -> None:
+    """Let texts, not names of flags, be what help pages make narrower on a narrow terminal."""
+    from typer import rich_utils
+
+    class WholeNames(rich_utils.Table):  # typer has a setting for the padding alone
+        def add_row(self, *cells: Any, **styles: Any) -> None:
+            super().add_row(*cells, **styles)
+            for column in self.columns[:-1]:
+                column.no_wrap = True
+
+    rich_utils.Table = WholeNames  # type: ignore[misc]
+    rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]
 
 
 def _default(field: Field[Any]) -> Any:

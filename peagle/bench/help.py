@@ -30,7 +30,7 @@ BENCH_SERVE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "hf_split": "Split of it.",
             "category": "Only rows of this category.",
         },
-        "Lengths": {  # a panel of their own: flags that can be turned off would leave these names no room
+        "Lengths": {
             "output_len": "Longest answer in tokens, for any data set (default: 256).",
             "hf_output_len": "The same, for hf alone.",
             "custom_output_len": "The same, for custom alone; -1: the output_tokens of each row.",
