@@ -28,12 +28,13 @@ _UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.(tmp|new)")
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write a file that takes the place of `path` when the block ends; an error leaves `path` as it was.
 
-    Raises PeagleError when the disk does not take it.
+    Where `path` is a link it stays one: its target is replaced. Raises PeagleError when the disk does not take it.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

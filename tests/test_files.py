@@ -42,3 +42,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         with pytest.raises(seen):
             fail_to_replace(path, error)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a.txt", "old")]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link.txt", tmp_path / "there" / "target.txt"
+    link.symlink_to(target)
+    for text in ("new", "newer"):  # at first the link leads nowhere
+        write_atomic(link, text.encode())
+        assert (link.is_symlink(), target.read_text()) == (True, text)
+    assert [file.name for file in target.parent.iterdir()] == ["target.txt"]

@@ -69,7 +69,7 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json, whe
     with _partial(path) as partial:
         # Half a character, of a server's answer or of a file's name, becomes its escape, which JSON has too.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        partial.replace(path)
+        partial.replace(os.path.realpath(path))
 
 
 def check_result_path(path: Path, console: Console | None = None) -> None:
@@ -88,10 +88,14 @@ def check_result_path(path: Path, console: Console | None = None) -> None:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """A file beside `path`, in a folder that is there, to become it; what is left of it goes. Raises PeagleError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """A file to become `path`, or what that links to, in a folder that is there; what is left of it goes.
+
+    Raises PeagleError.
+    """
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
     except OSError as error:
         message = f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"

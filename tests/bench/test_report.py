@@ -219,3 +219,13 @@ def test_a_result_takes_no_device_s_place(tmp_path):
         with pytest.raises(PeagleError, match="is a device or a pipe"):
             check_result_path(path)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_result_is_written_through_a_link(tmp_path):
+    link, target = tmp_path / "link.json", tmp_path / "there" / "target.json"
+    link.symlink_to(target)
+    for command in ("first", "second"):  # at first the link leads nowhere
+        check_result_path(link)
+        write_result(link, "x", {"command": command}, {"rows": []})
+        assert (link.is_symlink(), read_result(target)["settings"]["command"]) == (True, command)
+    assert [entry.name for entry in target.parent.iterdir()] == ["target.json"]
