@@ -68,6 +68,8 @@ def compare_with_card(
             notes.append(f"the card does not have {where}")
         elif other["prompts"] != row.prompts or _other_prompts(row.suite, settings, card["settings"]):
             notes.append(f"{where}: the card's prompts are others ({other['prompts']}, here {row.prompts})")
+        elif row.acceptance_length is None:
+            notes.append(f"{where}: no draft was verified here")
         elif row.prompts < FEWEST_REQUESTS:
             notes.append(f"{where}: {row.prompts} prompts are too few to tell a difference from noise")
         else:
@@ -91,7 +93,7 @@ def verdict(compared: Sequence[CardRow], card: Json) -> str:
 
 
 def _compare(row: GroupRow, other: Json, level: float) -> CardRow:
-    here = unpack_requests(row.per_request or "")
+    accepted, rounds = here = unpack_requests(row.per_request or "")
     card = float(other["acceptance_length"])
     paired = other.get("per_request") is not None
     if paired:
@@ -104,7 +106,7 @@ def _compare(row: GroupRow, other: Json, level: float) -> CardRow:
         num_speculative_tokens=row.num_speculative_tokens,
         temperature=row.temperature,
         card=card,
-        measured=row.acceptance_length,
+        measured=round(1 + sum(accepted) / sum(rounds), 4),
         difference_interval=difference.rounded(),
         paired=paired,
         verdict=_judge(difference, TOLERANCE * card),

@@ -18,7 +18,8 @@ DEFINITION = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
     """Acceptance of a set (`category` and `context` are None), of one category of it, or of the rounds of it that began
-    in one bucket of context lengths, tokens of prompt and answer.
+    in one bucket of context lengths, tokens of prompt and answer. An acceptance length is None where no draft was
+    verified, as in answers of one token; there are no shares then.
 
     Every `..._interval` is [low, high] at 95 %, by a bootstrap over requests; None of fewer than 8 of them.
     `per_request` holds accepted drafts and rounds of every request in the order of the set, so that two runs can be
@@ -32,7 +33,7 @@ class GroupRow:
     context: str | None = None
     num_speculative_tokens: int
     temperature: float
-    acceptance_length: float
+    acceptance_length: float | None
     acceptance_length_interval: Sequence[float] | None
     accepted_share_per_position: Sequence[float]
     accepted_share_per_position_interval: Sequence[Sequence[float]] | None
@@ -104,7 +105,7 @@ def set_row(asked: Asked, result: SuiteAcceptance, table: Counts) -> GroupRow:
     return replace(
         group_row(asked, table),
         prompts=result.prompts,
-        acceptance_length_without_loops=round(result.fresh.acceptance_length, 4),
+        acceptance_length_without_loops=round(result.fresh.acceptance_length, 4) if result.fresh.num_rounds else None,
         looping_token_share=round(result.looping_tokens / max(result.tokens, 1), 4),
         tokens=result.tokens,
         per_request=pack_requests(table),
@@ -114,7 +115,7 @@ def set_row(asked: Asked, result: SuiteAcceptance, table: Counts) -> GroupRow:
 def group_row(asked: Asked, table: Counts, *, category: str | None = None, context: str | None = None) -> GroupRow:
     """The row of any group of requests or rounds."""
     found = figures(table, seed=asked.seed)
-    enough = found.requests >= FEWEST_REQUESTS
+    enough, length = found.requests >= FEWEST_REQUESTS, found.acceptance_length
     shares, conditional = found.share_per_position, found.conditional_per_position
     return GroupRow(
         suite=asked.suite,
@@ -122,8 +123,8 @@ def group_row(asked: Asked, table: Counts, *, category: str | None = None, conte
         context=context,
         num_speculative_tokens=asked.num_drafts,
         temperature=asked.temperature,
-        acceptance_length=round(found.acceptance_length.value, 4),
-        acceptance_length_interval=found.acceptance_length.rounded() if enough else None,
+        acceptance_length=None if length is None else round(length.value, 4),
+        acceptance_length_interval=None if length is None or not enough else length.rounded(),
         accepted_share_per_position=[round(share.value, 4) for share in shares],
         accepted_share_per_position_interval=[share.rounded() for share in shares] if enough else None,
         conditional_share_per_position=[round(share.value, 4) for share in conditional],

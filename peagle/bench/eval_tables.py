@@ -49,6 +49,8 @@ def print_tables(console: Console, result: Json) -> None:
 
 
 def _length(row: Json) -> str:
+    if row["acceptance_length"] is None:  # no draft was verified
+        return "?"
     if row["acceptance_length_interval"] is None:  # of too few prompts
         return f"**{row['acceptance_length']:.2f}** [–]"
     low, high = row["acceptance_length_interval"]
@@ -99,7 +101,7 @@ _BLOCKS: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
             ("T", "{temperature:g}"),
             ("K", "{num_speculative_tokens}"),
             ("AL [95 %]", _length),
-            ("AL without loops", "{acceptance_length_without_loops:.2f}"),
+            ("AL without loops", known("acceptance_length_without_loops", "{:.2f}", "?")),
             ("accepted at position 1, 2, ...", shares("accepted_share_per_position")),
             ("once the one before was", shares("conditional_share_per_position")),
             ("prompts", "{prompts}"),

@@ -22,13 +22,16 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFigures:
-    """Acceptance of a group. Shares are of rounds; the conditional one of position j of those that accepted j - 1."""
+    """Acceptance of a group. Shares are of rounds; the conditional one of position j of those that accepted j - 1.
+
+    Without rounds there is no length and no share: nothing was verified.
+    """
 
     requests: int  # that had a round in the group
     rounds: int
-    acceptance_length: Interval
-    share_per_position: Sequence[Interval]
-    conditional_per_position: Sequence[Interval]
+    acceptance_length: Interval | None = None
+    share_per_position: Sequence[Interval] = ()
+    conditional_per_position: Sequence[Interval] = ()
 
 
 def counts(requests: Iterable[RequestRounds], num_drafts: int) -> Counts:
@@ -61,12 +64,8 @@ def by_category(requests: Sequence[RequestRounds], categories: Sequence[str], nu
 def figures(table: Counts, *, seed: int = 0) -> GroupFigures:
     """The figures of a group; requests without a round in it say nothing about it and are left out."""
     table = table[table.sum(axis=1) > 0]
-    num_drafts = table.shape[1] - 1
     if not len(table):
-        one, none = Interval(1.0, 1.0, 1.0), [Interval(0.0, 0.0, 0.0)] * num_drafts
-        return GroupFigures(
-            requests=0, rounds=0, acceptance_length=one, share_per_position=none, conditional_per_position=none
-        )
+        return GroupFigures(requests=0, rounds=0)
     accepted, rounds = per_request(table)
     at_least = np.flip(np.flip(table, axis=1).cumsum(axis=1), axis=1)  # rounds that accepted 0, 1, ... K or more
     reached, kept = at_least[:, :-1], at_least[:, 1:]

@@ -261,6 +261,22 @@ def test_few_prompts_have_no_interval_and_their_card_is_not_checked(tiny, measur
     assert "as the card says" not in shown.err
 
 
+def test_acceptance_is_not_known_where_no_draft_was_verified(tiny, measured, tmp_path, capsys):
+    """Answers of one token: 1.00 would say that every draft was refused."""
+    out = tmp_path / "a.json"
+    assert evaluate(tiny, out, max_tokens=1, k=(2,), temperatures=(0.0,), lossless_prompts=0) == 0
+    results = read_result(out)["results"]
+    for row in (results["rows"][0], *results["categories"]):
+        assert (row["rounds"], row["acceptance_length"], row["acceptance_length_interval"]) == (0, None, None)
+        assert row["accepted_share_per_position"] == row["conditional_share_per_position"] == []
+    assert results["rows"][0]["acceptance_length_without_loops"] is None
+    assert "| chats | 0 | 2 | ? | ? |  |  | 8 | 8 |" in render_block("eval-tiny", read_result(out))
+    assert "1.00" not in capsys.readouterr().out
+    rows, settings = rows_of((0, out))
+    card = read_card(tmp_path, card_of(measured, tmp_path / "card.json", max_tokens=1))
+    assert compare_with_card(rows, settings, card, "head") == ([], ["chats K = 2 T = 0: no draft was verified here"])
+
+
 # Bad input
 
 

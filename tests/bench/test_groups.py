@@ -27,7 +27,7 @@ def test_figures_of_a_group():
     assert [share.value for share in found.share_per_position] == [0.75, 0.5, 0.25]
     assert [share.value for share in found.conditional_per_position] == [0.75, pytest.approx(2 / 3), 0.5]
     empty = figures(counts([], 3))
-    assert (empty.rounds, empty.acceptance_length.value) == (0, 1.0)
+    assert (empty.rounds, empty.acceptance_length, empty.share_per_position) == (0, None, ())
 
 
 def test_requests_are_packed_and_unpacked():
