@@ -33,7 +33,7 @@ class Run:
 
     `rounds` and `accepted` drafts are those of all answers; a server may not know them of each. `steps` and
     `decode_ms`, the median of steps in which every request decoded and none was in its prompt, are known inside the
-    engine only. `failed` requests have no answer.
+    engine only. `failed` requests have no answer; `failure` is that of the first.
     """
 
     concurrency: int
@@ -45,6 +45,7 @@ class Run:
     steps: int | None = None
     decode_ms: float | None = None
     failed: int = 0
+    failure: str | None = None
 
     @property
     def tokens(self) -> int:

@@ -18,6 +18,7 @@ from rich.console import Console
 from peagle.bench.closed_loop import Run
 from peagle.bench.prompt_sets import find_set
 from peagle.bench.report import check_result_path, command_line, provenance, read_result, write_result
+from peagle.bench.serve import FAILED_STATUS
 from peagle.bench.signals import ending_on_sigterm
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, fingerprint, in_turns, runs_of, setups_of
 from peagle.bench.sweep_plots import PLOTS, plot_sweep
@@ -40,6 +41,7 @@ DEFINITIONS = {
     "load": "a closed loop: as one request ends the next is sent",
 }
 
+_NAMED = 5  # runs with failures; the result has them all
 _WRITE_EVERY = 5.0  # seconds between results, which are made anew; runs are written one by one
 # The ends of the names of what may be made of a result.
 _DERIVED = (*(f".k-table-{m}.json" for m in METHODS), *(f"-{n}.{s}" for n in PLOTS for s in ("png", "svg")))
@@ -54,8 +56,8 @@ _GRID = (
 
 def run_sweep(
     model: str, heads: Mapping[str, Path | str], config: SweepConfig, out: Path, console: Console, *, resume: bool
-) -> bool:
-    """Measure with engines of this process and write everything beside `out`; whether the sweep is complete.
+) -> None:
+    """Measure with engines of this process and write everything beside `out`.
 
     `heads` by method. Raises PeagleError before anything is loaded for what cannot be measured; after a Ctrl-C the
     results so far are written, and KeyboardInterrupt goes on; SIGTERM likewise.
@@ -76,13 +78,14 @@ def run_sweep(
         "source": "engines of one process that share the target",
     }
     sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
-    return sweep.measure(list(sets), setups_of(methods, config.k))
+    sweep.measure(list(sets), setups_of(methods, config.k))
 
 
 def run_server_sweep(
     model: str, servers: Mapping[Setup, str], config: SweepConfig, out: Path, console: Console, *, resume: bool
-) -> bool:
-    """As `run_sweep`, over HTTP: `servers` are those that are up, one for each way to decode, all with the model."""
+) -> int:
+    """As `run_sweep`, over HTTP: `servers` are those that are up, one for each way to decode, all with the model. The
+    exit status of the command: requests may fail."""
     from peagle.bench.sweep_server import ServerSource
 
     begin = time.perf_counter()
@@ -100,7 +103,8 @@ def run_server_sweep(
         "k": sorted({setup.num_drafts for setup in servers}),
     }
     sweep = Sweep(source, config, out, setting, console, begin=begin, resume=resume)
-    return sweep.measure(list(sets), list(servers))
+    sweep.measure(list(sets), list(servers))
+    return FAILED_STATUS if sweep.results.failed() else 0
 
 
 class Sweep:
@@ -133,7 +137,8 @@ class Sweep:
         there."""
         plan = list(in_turns(datasets, setups, self._config.concurrency, self._config.repeats))
         self._plan = [cell for _, cell in plan]
-        there = {(repeat, cell): run for repeat, cell, run in self._file.read()} if self._resume else {}
+        read = self._file.read() if self._resume else ()
+        there = {(repeat, cell): run for repeat, cell, run in read if not run.failed}
         for each in plan:
             if each in there:
                 self.results.add(*each, there.pop(each))
@@ -205,7 +210,7 @@ class Sweep:
             return
         settings = {
             **asdict(self._config), **self._setting, "definitions": DEFINITIONS, "partial": bool(missing),
-            "missing_runs": missing,
+            "missing_runs": missing, "failed_runs": self.results.failed() or None,
         }  # fmt: skip
         write_result(self._out, self._out.stem, settings, {"rows": rows}, self._here)
         self._written = time.perf_counter()
@@ -217,6 +222,7 @@ class Sweep:
         if missing:
             tables = "" if self._synthetic else "; K tables hold the concurrencies that are complete, and no others"
             say(self._console, f"PARTIAL: {missing} runs are missing, the same command with --resume goes on{tables}")
+        self._report_failures(sum(row.failed for row in rows))
         whole = complete(rows, self._plan)
         written = [self._out] if self._synthetic else [self._out, *write_k_tables(whole, self._out)]
         written += _plots(rows, self._out, self._console, "SYNTHETIC acceptance" if self._synthetic else "")
@@ -224,6 +230,13 @@ class Sweep:
             if (stale := self._out.with_name(self._out.stem + ending)) not in written:
                 stale.unlink(missing_ok=True)  # of a run before this one, of rows that are left out now
         say(self._console, "wrote " + ", ".join(map(str, written)))
+
+    def _report_failures(self, requests: int) -> None:
+        runs = self.results.failed()
+        if runs:
+            more = f"; and {len(runs) - _NAMED} more runs" if len(runs) > _NAMED else ""
+            say(self._console, f"FAILED requests, in no figure: {requests}; {'; '.join(runs[:_NAMED])}{more}")
+            say(self._console, "the same command with --resume measures runs with failures again")
 
 
 class _Estimate:

@@ -126,7 +126,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 def _run(entry: Mapping[str, Any]) -> Run:
     answers = tuple(Answer(*answer) for answer in entry["answers"])
-    given = {field.name: entry[field.name] for field in fields(Run)}
+    given = {field.name: entry[field.name] for field in fields(Run) if field.name in entry}
     run = Run(**given | {"answers": answers, "accepted_per_position": tuple(entry["accepted_per_position"])})
     figures = [entry["repeat"], entry["k"], run.concurrency, run.seconds, run.rounds, run.accepted, run.failed]
     figures += [run.steps or 0, run.decode_ms or 0, *run.accepted_per_position, *chain(*entry["answers"])]

@@ -117,6 +117,15 @@ class Results:
         """Whether a cell has been measured in a repeat."""
         return repeat in self.runs.get(cell, {})
 
+    def failed(self) -> list[str]:
+        """The runs in which requests failed: how many, and why the first did."""
+        return [
+            f"{cell.label}, repeat {repeat + 1}: {run.failed} of {run.failed + len(run.answers)} ({run.failure})"
+            for cell, runs in self.runs.items()
+            for repeat, run in runs.items()
+            if run.failed
+        ]
+
     def rows(self) -> list[SweepRow]:
         """A row per cell, in the order of their first runs; only what has changed is computed anew."""
         groups = dict.fromkeys((cell.dataset, cell.concurrency) for cell in self.runs)

@@ -104,6 +104,7 @@ def to_run(
     Acceptance is that of each request where the server says it, else that of its counters.
     """
     whole = [(index, answer) for index, answer in enumerate(load.answers) if answer.whole]
+    failures = (f"{answer.failure}: {answer.detail}" for answer in load.answers if answer.failure is not None)
     own = [answer.stats for _, answer in whole if answer.stats is not None]
     stats = AcceptanceStats()
     if own and len(own) == len(whole):
@@ -124,6 +125,7 @@ def to_run(
         accepted=stats.num_accepted_tokens,
         accepted_per_position=tuple(stats.accepted_per_position),
         failed=load.asked - len(whole),
+        failure=next(failures, None),
     )
 
 

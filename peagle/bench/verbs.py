@@ -46,7 +46,10 @@ def sweep(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that are beside --out.")] = False,
 ) -> None:
-    """Compare P-EAGLE, EAGLE-3 and no drafts over K and concurrency; write the K table a server can load."""
+    """Compare P-EAGLE, EAGLE-3 and no drafts over K and concurrency; write the K table a server can load.
+
+    Exit status 1: requests to a server failed.
+    """
     from rich.console import Console
 
     from peagle.bench.sweep import run_server_sweep, run_sweep
@@ -58,8 +61,7 @@ def sweep(
 
         if head or eagle3_head:
             raise PeagleError("--base-url measures servers: leave --head and --eagle3-head out, servers have theirs")
-        run_server_sweep(model, parse_servers(base_url), config, out, console, resume=resume)
-        return
+        raise typer.Exit(run_server_sweep(model, parse_servers(base_url), config, out, console, resume=resume))
     given = {P_EAGLE: head or shipped_head(model), EAGLE3: eagle3_head}
     heads = {method: path for method, path in given.items() if path is not None}
     run_sweep(model, heads, config, out, console, resume=resume)

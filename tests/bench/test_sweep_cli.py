@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from peagle.bench.report import read_result
+from peagle.bench.serve import FAILED_STATUS
 from peagle.bench.sweep_plan import Setup
 from peagle.bench.sweep_server import ServerSource, parse_servers
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN, SweepConfig
@@ -269,14 +270,19 @@ def test_our_own_server_says_what_each_request_accepted(tiny, tmp_path):
     assert len(row["accepted_share_per_position"]) == llm.num_speculative_tokens
 
 
-def test_failures_are_counted_and_bring_no_tokens(tiny, tmp_path):
+def test_failures_are_counted_and_bring_no_tokens(tiny, tmp_path, capsys):
     out = tmp_path / "sweep-h.json"
     (tmp_path / "some.jsonl").write_text('{"prompt": "fine"}\n{"prompt": "status 500"}\n')
     with fake_api(metrics=False) as api:
         more = ("--datasets", tmp_path / "some.jsonl", "--concurrency", "2", "--num-prompts", "2")
-        assert http_sweep(tiny, out, "tiny", f"none={api.url}", more=more) == 0
-    (row,) = read_result(out)["results"]["rows"]
+        assert http_sweep(tiny, out, "tiny", f"none={api.url}", more=more) == FAILED_STATUS
+    result = read_result(out)
+    (row,) = result["results"]["rows"]
     assert (row["failed"], row["requests"], row["tokens"]) == (1, 1, 4)
+    assert result["settings"]["failed_runs"] == ["some none c=2, repeat 1: 1 of 2 (HTTP 500: as you wish)"]
+    said = capsys.readouterr().err
+    assert "FAILED requests, in no figure: 1; some none c=2, repeat 1: 1 of 2 (HTTP 500" in said
+    assert "--resume measures runs with failures again" in said
 
 
 def test_a_server_that_fails_every_request(tiny, tmp_path, capsys):
@@ -295,10 +301,11 @@ def test_a_server_that_breaks_ends_the_sweep_and_its_runs_are_measured_later(tin
         assert "none: all 4 requests failed (HTTP 500: out of memory)" in fails(capsys, status)
         settings = read_result(out)["settings"]
         assert (settings["partial"], settings["missing_runs"]) == (True, 2)
+        assert settings["failed_runs"] == ["mine none c=2, repeat 1: 3 of 4 (HTTP 500: out of memory)"]
         api.fails_after = None
         assert http_sweep(tiny, out, "tiny", f"none={api.url}", more=(*more, "--resume")) == 0
     rows = read_result(out)["results"]["rows"]
-    assert [(row["concurrency"], row["requests"], row["failed"]) for row in rows] == [(1, 8, 0), (2, 5, 3)]
+    assert [(row["concurrency"], row["requests"], row["failed"]) for row in rows] == [(1, 8, 0), (2, 8, 0)]
 
 
 def test_a_server_that_drafts_otherwise(tiny, tmp_path, capsys):
