@@ -33,7 +33,8 @@ class Run:
 
     `rounds` and `accepted` drafts are those of all answers; a server may not know them of each. `steps` and
     `decode_ms`, the median of steps in which every request decoded and none was in its prompt, are known inside the
-    engine only. `failed` requests have no answer; `failure` is that of the first.
+    engine only. `failed` requests have no answer; `failure` is that of the first. `commit` is that of the code,
+    where somebody said it.
     """
 
     concurrency: int
@@ -46,6 +47,7 @@ class Run:
     decode_ms: float | None = None
     failed: int = 0
     failure: str | None = None
+    commit: str | None = None
 
     @property
     def tokens(self) -> int:

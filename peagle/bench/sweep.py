@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ class Sweep:
         self._setting, self._begin = dict(setting), begin
         self.results = Results()
         self._here = provenance()
+        self._commit = self._here["versions"]["commit"] or self._here["versions"]["peagle"]
         self._file, self._resume = RunFile(out, self._key), resume
 
     def _key(self, cell: Cell) -> str:
@@ -147,6 +148,10 @@ class Sweep:
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
         if len(todo) < len(plan):
             say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
+        if commits := self._other_commits():
+            named = ", ".join(f"{count} of {commit}" for commit, count in commits.items())
+            mixed = f"runs that are there: {named}; this is {self._commit}, which may be faster or slower"
+            say(self._console, f"warning: {mixed}: give --out another name to measure all with one commit")
         with ending_on_sigterm():
             try:
                 if todo:
@@ -159,6 +164,11 @@ class Sweep:
                 raise PeagleError(f"nothing was measured in {self._config.seconds:g} seconds: raise --seconds")
             self._finish(missing=left, report=True)
         return not left
+
+    def _other_commits(self) -> dict[str, int] | None:
+        """Runs by commit, where some are of another than this."""
+        commits = self.results.commits()
+        return commits if {*commits} - {self._commit} else None
 
     def _warm_up(self, setups: Sequence[Setup]) -> None:
         begin = said = time.perf_counter()
@@ -179,7 +189,7 @@ class Sweep:
                 say(self._console, f"the time is over, {len(todo) - done} runs are left")
                 return len(todo) - done
             begin = time.perf_counter()
-            run = self._source.run(cell.dataset, cell.setup, cell.concurrency)
+            run = replace(self._source.run(cell.dataset, cell.setup, cell.concurrency), commit=self._commit)
             clock.took(cell, time.perf_counter() - begin)
             self._file.add(repeat, cell, run)
             self.results.add(repeat, cell, run)
@@ -210,7 +220,7 @@ class Sweep:
             return
         settings = {
             **asdict(self._config), **self._setting, "definitions": DEFINITIONS, "partial": bool(missing),
-            "missing_runs": missing, "failed_runs": self.results.failed() or None,
+            "missing_runs": missing, "failed_runs": self.results.failed() or None, "commits": self._other_commits(),
         }  # fmt: skip
         write_result(self._out, self._out.stem, settings, {"rows": rows}, self._here)
         self._written = time.perf_counter()

@@ -7,6 +7,7 @@ repeats, of which a speed-up pairs those of the same number, and of one repeat t
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -116,6 +117,10 @@ class Results:
     def has(self, repeat: int, cell: Cell) -> bool:
         """Whether a cell has been measured in a repeat."""
         return repeat in self.runs.get(cell, {})
+
+    def commits(self) -> dict[str, int]:
+        """How many runs are of which commit."""
+        return Counter(run.commit or "an unknown commit" for runs in self.runs.values() for run in runs.values())
 
     def failed(self) -> list[str]:
         """The runs in which requests failed: how many, and why the first did."""

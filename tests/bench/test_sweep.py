@@ -221,6 +221,36 @@ def test_a_smaller_grid_leaves_runs_out_and_keeps_them(tmp_path):
     assert (tmp_path / "sweep-x-large-speed-up.png").exists()
 
 
+def test_runs_of_another_commit_are_kept_and_named(tmp_path, monkeypatch):
+    """Nobody measures for hours again because a document changed; that figures of two codes are mixed is said."""
+    out = tmp_path / "sweep-x.json"
+    for commit, fail_at in (("first", 13), ("second", None)):
+        monkeypatch.setattr("peagle.bench.report._commit", lambda commit=commit: commit)
+        sweep, console = sweep_of(MadeUp(fail_at=fail_at), out, resume=True)
+        if fail_at is not None:
+            with pytest.raises(KeyboardInterrupt):
+                sweep.measure(["a"], SETUPS)
+            assert "warning" not in console.file.getvalue()
+            assert read_result(out)["settings"]["commits"] is None
+    assert sweep.measure(["a"], SETUPS)
+    assert "warning: runs that are there: 13 of first; this is second" in console.file.getvalue()
+    assert read_result(out)["settings"]["commits"] == {"first": 13, "second": 7}
+    runs = [json.loads(line) for line in (tmp_path / "sweep-x.runs.jsonl").read_text().splitlines()]
+    assert [run["commit"] for run in runs] == ["first"] * 13 + ["second"] * 7
+
+
+def test_runs_of_before_commits_were_kept_are_of_an_unknown_one(tmp_path):
+    out = tmp_path / "sweep-x.json"
+    sweep_of(MadeUp(), out)[0].measure(["a"], SETUPS)
+    path = tmp_path / "sweep-x.runs.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [{name: value for name, value in e.items() if name not in ("commit", "failure")} for e in entries]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in old))
+    sweep, console = sweep_of(MadeUp(), out, resume=True)
+    assert sweep.measure(["a"], SETUPS)
+    assert "runs that are there: 20 of an unknown commit; this is" in console.file.getvalue()
+
+
 def test_another_head_is_measured_anew_alone(tmp_path):
     out, base = tmp_path / "sweep-x.json", {"datasets": {"a": {"sha256": "1"}}}
     heads = {P_EAGLE: {"sha256": "1"}, EAGLE3: {"sha256": "2"}}
