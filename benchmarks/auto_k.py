@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -181,8 +182,8 @@ class Batches:
         self._costs = measure_costs(self._llm.core, draft_counts(most)) if has_head else {}
         self._seconds = time.perf_counter() - begun
         self._chooser: Counted | None = None
-        for _ in self._llm.core.warm_up(draft_counts(most)):  # what is captured in a timed batch would count
-            pass
+        for _ in chain(self._llm.core.warm_up(draft_counts(most)), self._llm.core.warm_up_prompts()):
+            pass  # what is captured in a timed batch would count
         for concurrency in args.concurrency:
             for k in draft_counts(most):
                 self.fixed(k, 3.4, concurrency)

@@ -220,7 +220,14 @@ class EngineCore:
         if schedule.decodes:
             self._launch_decode(schedule.decodes, num_drafts)
         if schedule.chunks:
-            self._launch_prompts(schedule.chunks, num_drafts)
+            for chunks in self._passes(schedule.chunks):
+                self._launch_prompts(chunks, num_drafts)
+
+    def _passes(self, chunks: list[Chunk]) -> list[list[Chunk]]:
+        """Chunks that are computed together."""
+        if self._prompt_graphs is None:
+            return [chunks]
+        return self._prompt_graphs.split(chunks, SamplingMode.of(chunk.request for chunk in chunks))
 
     def _launch_prompts(self, chunks: Sequence[Chunk], num_drafts: int) -> None:
         """Compute chunks of prompts; those that end one emit a token.

@@ -51,16 +51,34 @@ class PromptGraphs:
     def run(self, chunks: Sequence[Chunk], mode: SamplingMode) -> StepOutput | None:
         """The body's output for these chunks, lines of padding after theirs, good until the next run of any graph of
         the pool; None where the pass has to run eagerly."""
-        wider = next((m for m in MODES if m.includes(mode)), None)
-        shape = shape_of(chunks, self._shapes)
-        if wider is None or shape is None or any(c.request.num_scored(c.first, c.num_rows) for c in chunks):
+        key = self._key(chunks, mode)
+        captured = key and self._graph(key)
+        if not key or captured is None:
             return None
-        captured = self._graph((shape, wider))
-        if captured is None:
-            return None
-        self._padded[shape].fill(chunks)
+        self._padded[key[0]].fill(chunks)
         captured.graph.replay()
         return captured.out
+
+    def split(self, chunks: Sequence[Chunk], mode: SamplingMode) -> list[list[Chunk]]:
+        """The chunks as passes that run by graphs, few in number; as one pass where some would run eagerly anyway."""
+        passes: list[list[Chunk]] = [[]]
+        for chunk in chunks:
+            if shape_of([*passes[-1], chunk], self._shapes) is None:
+                passes.append([])
+            passes[-1].append(chunk)
+        return passes if all(self._has_graph(self._key(part, mode)) for part in passes) else [list(chunks)]
+
+    def _key(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Key | None:
+        """The graph that chunks need; None where there can be none."""
+        wider = next((m for m in MODES if m.includes(mode)), None)
+        shape = shape_of(chunks, self._shapes) if chunks else None
+        if wider is None or shape is None or any(c.request.num_scored(c.first, c.num_rows) for c in chunks):
+            return None
+        return shape, wider
+
+    def _has_graph(self, key: Key | None) -> bool:
+        """Whether it is captured or will be."""
+        return key is not None and (self._captured[key] is not None if key in self._captured else not self._settled)
 
     def warm_up(self) -> Iterator[PromptShape]:
         """Capture every shape in every mode, the largest first; yields each before that."""

@@ -80,8 +80,15 @@ def with_graphs(llm: LLM, pool: GraphPool) -> PromptGraphs:
     core, config = llm.core, EngineConfig(max_num_batched_tokens=16)
     assert llm.drafter is not None
     load = EngineLoad(config, llm.target.spec, llm.drafter.config, K, torch.float32)
-    core._prompt_graphs = build.prompt_graphs(core._speculative, load, core._sizes, pool)
-    return core._prompt_graphs
+    core._prompt_graphs = graphs = build.prompt_graphs(core._speculative, load, core._sizes, pool)
+    run = graphs.run
+
+    def copied(*args: Any) -> StepOutput | None:  # as a GPU's output is on its way to the host before the next run
+        out = run(*args)
+        return out and out.each(torch.clone)
+
+    graphs.run = copied  # type: ignore[method-assign]
+    return graphs
 
 
 PARAMS = [
@@ -109,7 +116,7 @@ def small_shapes(monkeypatch):
 @pytest.mark.parametrize(("parallel", "window"), [(True, 6), (False, None)])
 def test_interpreted_passes_say_what_they_say_eagerly(parallel: bool, window: int | None):
     """Chunks of long prompts, prompts found in the cache and several at once; the slots of others stay as they are."""
-    prompts = [[*range(5, 24)], [40, 41, 42], [9], [*range(5, 21), 7, 8, 9]]
+    prompts = [[*range(5, 24)], [40, 41, 42], [9], [*range(5, 21), 7, 8, 9], [6], [11, 12], [13], [14], [15]]
     params = [PARAMS[i % 3] for i in range(len(prompts))]
     expected = llm_of(parallel, window=window, kernels="torch", attention="torch").generate(prompts, params)
     llm = llm_of(parallel, window=window)
@@ -125,7 +132,7 @@ def test_interpreted_passes_say_what_they_say_eagerly(parallel: bool, window: in
         return eager(rows, num_drafts, mode)
 
     llm.core._speculative.run = run  # type: ignore[method-assign]
-    outputs = [*llm.generate(prompts[:3], params[:3]), *llm.generate(prompts[3:], params[3:])]
+    outputs = [*llm.generate(prompts[:3], params[:3]), *llm.generate(prompts[3:], params[3:])]  # 5 of these: two passes
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [o.stats.num_accepted_tokens for o in outputs] == [o.stats.num_accepted_tokens for o in expected]
     assert set(ragged) <= {1}  # a chunk that fills a step leaves no room for padding
@@ -186,6 +193,22 @@ def test_what_fits_no_graph_runs_eagerly():
     assert graphs.run(chunks(40, scored=1), MODES[0]) is None
     for more in ({"penalised": True}, {"scores": True}, {"masked": True, "shows_drafts": True}):
         assert graphs.run(chunks(40), SamplingMode(**more)) is None
+
+
+def test_many_prompts_are_passes_of_as_many_as_have_a_graph():
+    graphs = FakeGraphs()
+    sizes = lambda parts: [[c.num_rows for c in part] for part in parts]  # noqa: E731
+    assert sizes(graphs.split(chunks(*[5] * 16), MODES[0])) == [[5] * 7, [5] * 7, [5] * 2]  # soon captured
+    assert sizes(graphs.split(chunks(200, 50, 60, 190), MODES[0])) == [[200, 50], [60, 190]]
+    for whole in (chunks(5, 256, 5), chunks(*[5] * 16, scored=1)):
+        assert sizes(graphs.split(whole, MODES[0])) == [[c.num_rows for c in whole]]
+    assert len(graphs.split(chunks(*[5] * 16), SamplingMode(penalised=True))) == 1
+    graphs.settle()
+    assert len(graphs.split(chunks(*[5] * 16), MODES[0])) == 1
+    graphs = FakeGraphs()
+    graphs.pool.has_memory = False
+    list(graphs.warm_up())
+    assert len(graphs.split(chunks(*[5] * 16), MODES[0])) == 1
 
 
 def test_without_memory_passes_run_eagerly_and_are_not_tried_again():
