@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from benchmarks import engine_tables
 from benchmarks.speed_shapes import SYNTHETIC
+from benchmarks.target_tables import targets
 from peagle.bench import eval_tables
 from peagle.bench.markdown import Cell, Json, figure, known, markdown_table, percent, shares, table_of
 from peagle.bench.sweep_tables import announcement_tables, sweep_tables
@@ -12,6 +13,11 @@ from peagle.errors import PeagleError
 
 _EVALUATIONS = ("eval-", "accuracy-")  # several tables each
 _BY_CHANCE = ("engine-speed-", "peer-vllm-", "auto-k-", "over-vllm")  # what they accept is no head's doing
+
+
+def render_from(name: str, read: Callable[[str], Json | None]) -> str:
+    """The block of a name, from one result or, for "targets", from several; `read` says None of what is not there."""
+    return targets(read) if name == "targets" else render_block(name, read(name))
 
 
 def render_block(name: str, result: Json | None) -> str:
