@@ -22,7 +22,16 @@ from statistics import median
 from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
 from benchmarks.engine_process import OwnProcess
 from benchmarks.engine_speed import decode_params, dummy_drafter, dummy_target, engine_config
-from benchmarks.speed_shapes import CONCURRENCY, P_EAGLE, PLAIN, PROMPT_TOKENS, SHAPES, geometric_rate, random_prompts
+from benchmarks.speed_shapes import (
+    CONCURRENCY,
+    P_EAGLE,
+    PLAIN,
+    PROMPT_TOKENS,
+    SHAPES,
+    SYNTHETIC,
+    geometric_rate,
+    random_prompts,
+)
 from peagle.bench.report import write_result
 from peagle.bench.stepping import Decoding
 from peagle.devices import resolve_dtype, resolve_engine_device
@@ -115,6 +124,7 @@ class Bench:
         """The file anew."""
         settings = {
             "command": command(),
+            "acceptance": SYNTHETIC,
             "dtype": self.args.dtype,
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": self.args.output_tokens,

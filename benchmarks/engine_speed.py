@@ -40,6 +40,7 @@ from benchmarks.speed_shapes import (
     PROMPT_TOKENS,
     REAL_SHAPES,
     SHAPES,
+    SYNTHETIC,
     EngineSpeedRow,
     Setup,
     drafter_config,
@@ -161,6 +162,7 @@ class Session:
         args = self.args
         settings = {
             "command": command(),
+            "acceptance": SYNTHETIC,
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": args.output_tokens,
             "prompts": "random",

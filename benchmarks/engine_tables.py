@@ -5,6 +5,8 @@ from typing import Any
 
 from peagle.bench.markdown import Json, figure, markdown_table, table_of
 
+Engines = Mapping[tuple[str, int, int], Json]  # by method, K and concurrency
+
 
 def engine_speed(rows: Sequence[Json]) -> str:
     """A line per engine, a pair of columns per concurrency: ms of a step and tokens per second; ratios below."""
@@ -35,7 +37,7 @@ def engine_speed(rows: Sequence[Json]) -> str:
 
 def _ratios(shape: str, rows: Sequence[Json]) -> Iterator[str]:
     """What the rows of a shape say about one another."""
-    of = {(r["method"], r["num_speculative_tokens"], r["concurrency"]): r for r in rows if r["shape"] == shape}
+    of = engines_of(shape, rows)
     drafts = sorted({k for method, k, _ in of if method == "p-eagle"}, reverse=True)
     for k in drafts:
         # At equal acceptance lengths tokens per second are as the steps' times, whatever the lengths.
@@ -48,14 +50,22 @@ def _ratios(shape: str, rows: Sequence[Json]) -> Iterator[str]:
             yield f"{shape}: P-EAGLE with K = {k} over no speculation, at the acceptance assumed: {times}"
 
 
-def _each(of: Mapping[tuple[str, int, int], Json], above: tuple[str, int], below: tuple[str, int], key: str) -> str:
-    """One engine's figure over another's at every concurrency at which both have one."""
-    said = []
+def engines_of(shape: str, rows: Sequence[Json]) -> Engines:
+    """The rows of a shape; of a method and K at two acceptance lengths, those at the lengths of P-EAGLE."""
+    own = sorted((row for row in rows if row["shape"] == shape), key=lambda row: row["acceptance"] == "equal")
+    return {(row["method"], row["num_speculative_tokens"], row["concurrency"]): row for row in own}
+
+
+def over(of: Engines, above: tuple[str, int], below: tuple[str, int], key: str) -> Iterator[tuple[int, float]]:
+    """One engine's figure over another's, at every concurrency at which both have one."""
     for concurrency in sorted({concurrency for _, _, concurrency in of}):
         value, other = ((of.get((*engine, concurrency)) or {}).get(key) for engine in (above, below))
         if value and other:
-            said.append(f"**{value / other:.2f}** at c = {concurrency}")
-    return ", ".join(said)
+            yield concurrency, value / other
+
+
+def _each(of: Engines, above: tuple[str, int], below: tuple[str, int], key: str) -> str:
+    return ", ".join(f"**{value:.2f}** at c = {concurrency}" for concurrency, value in over(of, above, below, key))
 
 
 def _engine(row: Json) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command, run_script
+from benchmarks.speed_shapes import SYNTHETIC
 from peagle.bench.report import Json, check_result_path, read_result, write_result
 from peagle.errors import PeagleError
 
@@ -86,6 +87,7 @@ def main() -> None:
     where = {name: first[name] for name in ("machine", "versions")}
     settings = {
         "command": command(),
+        "acceptance": SYNTHETIC,
         "measured": {path.name: document["created"] for path, document in files.items()},
         "partial": any(document["settings"].get("partial") for document in files.values()),
     }

@@ -46,6 +46,7 @@ from benchmarks.speed_shapes import (
     PROMPT_TOKENS,
     REAL_SHAPES,
     SHAPES,
+    SYNTHETIC,
     EngineSpeedRow,
     Setup,
     drafter_config,
@@ -326,6 +327,7 @@ def _profiles(args: argparse.Namespace, setup: Setup, result: Json) -> dict[int,
 def _write(args: argparse.Namespace, rows: Sequence[EngineSpeedRow], versions: set[str]) -> None:
     settings = {
         "command": command(),
+        "acceptance": SYNTHETIC,
         "engine": f"vLLM {', '.join(sorted(versions))}",
         "runner": "V1 for p-eagle, V2 for the others" if args.runner == "auto" else args.runner.upper(),
         "prompt_tokens": PROMPT_TOKENS,

@@ -4,12 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from benchmarks import engine_tables
+from benchmarks.speed_shapes import SYNTHETIC
+from benchmarks.target_tables import targets
 from peagle.bench import eval_tables
 from peagle.bench.markdown import Cell, Json, figure, known, markdown_table, percent, shares, table_of
 from peagle.bench.sweep_tables import announcement_tables, sweep_tables
 from peagle.errors import PeagleError
 
 _EVALUATIONS = ("eval-", "accuracy-")  # several tables each
+_BY_CHANCE = ("engine-speed-", "peer-vllm-", "auto-k-", "over-vllm")  # what they accept is no head's doing
+
+
+def render_from(name: str, read: Callable[[str], Json | None]) -> str:
+    """The block of a name, from one result or, for "targets", from several; `read` says None of what is not there."""
+    return targets(read) if name == "targets" else render_block(name, read(name))
 
 
 def render_block(name: str, result: Json | None) -> str:
@@ -20,10 +28,17 @@ def render_block(name: str, result: Json | None) -> str:
         return f"{eval_tables.markdown(result['results'])}\n\n{_measured_on(name, result)}"
     for prefix, render in _TABLES.items():
         if name.startswith(prefix):
-            return f"{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
+            said = _acceptance_by_chance(result) if name.startswith(_BY_CHANCE) else ""
+            return f"{said}{render(result['results']['rows'])}\n\n{_measured_on(name, result)}"
     raise PeagleError(
         f"no table is known for the result {name!r}: names start with {', '.join((*_EVALUATIONS, *_TABLES))}"
     )
+
+
+def _acceptance_by_chance(result: Json) -> str:
+    """A line to stand above a table of such acceptance; results of earlier versions do not say it themselves."""
+    said = result["settings"].get("acceptance", SYNTHETIC)
+    return f"{said.replace('SYNTHETIC:', 'SYNTHETIC acceptance:', 1)}\n\n"
 
 
 def _acceptance(rows: Sequence[Json]) -> str:

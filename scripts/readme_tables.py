@@ -9,8 +9,9 @@ python -m scripts.readme_tables --check  # exit status 1 if one of them is out o
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.tables import render_block
+from benchmarks.tables import render_from
 from peagle.bench.report import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,9 +21,12 @@ BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->
 def fill(readme: str, results: Path, to_root: str = "") -> str:
     """A page's text with every marked block rendered anew from the files in `results`; `to_root` leads links there."""
 
+    def read(name: str) -> dict[str, Any] | None:
+        path = results / f"{name}.json"
+        return read_result(path) if path.exists() else None
+
     def block(match: re.Match[str]) -> str:
-        path = results / f"{match['name']}.json"
-        body = render_block(match["name"], read_result(path) if path.exists() else None)
+        body = render_from(match["name"], read)
         return f"{match[1]}{body.replace('](benchmarks/', f']({to_root}benchmarks/')}\n{match[3]}"
 
     return BLOCK.sub(block, readme)

@@ -64,7 +64,7 @@ def _markdown(blocks: Iterable[Block]) -> str:
 def _cells(rows: Sequence[Json]) -> _Table:
     """A line per method and K; the fastest K of a method at a concurrency is bold."""
     at_once = sorted({row["concurrency"] for row in rows})
-    fastest = {id(row) for c in at_once for m in METHODS if (row := _fastest(rows, m, c)) is not None}
+    fastest = {id(row) for c in at_once for m in METHODS if (row := fastest_row(rows, m, c)) is not None}
     lines = []
     for method, k in sorted({(r["method"], r["num_speculative_tokens"]) for r in rows}, key=_order):
         of = {r["concurrency"]: r for r in rows if (r["method"], r["num_speculative_tokens"]) == (method, k)}
@@ -94,10 +94,10 @@ def _best(rows: Sequence[Json]) -> _Table:
     at_once = sorted({row["concurrency"] for row in rows})
     lines = []
     for method in (P_EAGLE, EAGLE3):
-        best = [_fastest(rows, method, c) for c in at_once]
+        best = [fastest_row(rows, method, c) for c in at_once]
         if any(row is not None and row["speedup_over_none"] is not None for row in best):
             lines.append((f"{method} over none", *(_gain(row, "none", with_k=True) for row in best)))
-    over = [_fastest(rows, P_EAGLE, c) for c in at_once]
+    over = [fastest_row(rows, P_EAGLE, c) for c in at_once]
     if any(row is not None and row["speedup_over_eagle3"] is not None for row in over):
         lines.append(("p-eagle over eagle3", *(_gain(row, "eagle3", with_k=False) for row in over)))
     return ("speed-up", *(f"c={c}" for c in at_once)), lines
@@ -112,7 +112,8 @@ def _gain(row: Json | None, base: str, *, with_k: bool) -> str:
     return f"{drafts}**{row[f'speedup_over_{base}']:.2f}x**{within}"
 
 
-def _fastest(rows: Sequence[Json], method: str, concurrency: int) -> Json | None:
+def fastest_row(rows: Sequence[Json], method: str, concurrency: int) -> Json | None:
+    """A method's row with the most tokens per second; None where it has none."""
     own = (row for row in rows if (row["method"], row["concurrency"]) == (method, concurrency))
     return max(own, key=lambda row: row["tokens_per_second"], default=None)
 
@@ -124,7 +125,7 @@ def _comparisons(rows: Sequence[Json]) -> Iterator[tuple[str, ...]]:
         own = [row for row in rows if row["dataset"] == name]
         low, high = SPEEDUP_AT_64
         for c, said in ((1, f"{announced.speedup_at_1:.2f}x"), (64, f"{low:.2f}x to {high:.2f}x")):
-            fast, slow = _fastest(own, P_EAGLE, c), _fastest(own, EAGLE3, c)
+            fast, slow = fastest_row(own, P_EAGLE, c), fastest_row(own, EAGLE3, c)
             if fast is not None and slow is not None:
                 drafts = f"{fast['num_speculative_tokens']}, {slow['num_speculative_tokens']}"
                 yield announced.title, str(c), said, _gain(fast, "eagle3", with_k=False), drafts, announced_k

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.over_vllm import compare
 from benchmarks.speed_shapes import (
     EAGLE3,
     P_EAGLE,
     PLAIN,
     REAL_SHAPES,
     SHAPES,
+    SYNTHETIC,
     EngineSpeedRow,
     Setup,
     drafter_config,
@@ -123,6 +125,16 @@ def test_the_table(tmp_path):
         drafting = "| qwen3-8b | p-eagle | 7 | 3.94 | 5.25, **6,004** | 20.00, **12,608** | – – | 97 % 97 % | 1.2 1.2 |"
         assert drafting in text
         assert "| qwen3-8b | none |  | 1.00 | 5.25, **6,004** |  | – – | – – | – – |" in text
+
+
+@pytest.mark.parametrize("settings", [{}, {"acceptance": SYNTHETIC}])  # files of before the setting, and of now
+def test_acceptance_by_chance_is_labelled(settings, tmp_path):
+    over = compare([asdict(ROW)], [asdict(ROW)])
+    for name, rows in (("engine-speed-x", [ROW]), ("peer-vllm-x", [ROW]), ("over-vllm-x", over)):
+        write_result(tmp_path / "r.json", name, settings, {"rows": rows})
+        text = render_block(name, read_result(tmp_path / "r.json"))
+        assert text.startswith("SYNTHETIC acceptance: drafts are kept by chance")
+        assert text.count("SYNTHETIC") == 1
 
 
 def test_ratios_below_the_table(tmp_path):

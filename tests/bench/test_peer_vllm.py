@@ -95,6 +95,7 @@ def test_end_to_end(kit, tmp_path, monkeypatch, capsys):
     peer_vllm.main()
     result = read_result(out)
     assert result["settings"]["engine"] == "vLLM 0.0.pretender"
+    assert result["settings"]["acceptance"].startswith("SYNTHETIC: ")
     rows = {(row["method"], row["concurrency"]): row for row in result["results"]["rows"]}
     assert set(rows) == {(PLAIN, 1), (PLAIN, 2), (P_EAGLE, 1), (P_EAGLE, 2)}
     for row in rows.values():

@@ -125,6 +125,7 @@ def test_comparing_with_vllm_refuses_other_files(tmp_path, monkeypatch):
     compare(mine)
     result = read_result(tmp_path / "out.json")
     assert result["settings"]["partial"] is True
+    assert result["settings"]["acceptance"].startswith("SYNTHETIC: ")
     assert result["results"]["rows"][0]["ratio"] == 1.0
     theirs.write_text(theirs.read_text().replace('"concurrency": 1', '"concurrency": 2'))
     with pytest.raises(PeagleError, match="nothing to compare"):

@@ -1,0 +1,97 @@
+"""The table of targets: judged by what was measured, not by what is left of it after rounding."""
+
+import pytest
+
+from benchmarks.target_tables import Figure, targets
+
+
+@pytest.mark.parametrize(
+    ("figure", "shown", "verdict"),
+    [
+        (Figure("a", 1.3, 1.3), "1.30", "yes"),
+        (Figure("a", 1.29986, 1.3), "1.2999", "**no**"),
+        (Figure("a", 1.234, 1.3), "1.23", "**no**"),
+        (Figure("a", 1.3004, 1.3, is_most=True), "1.3004", "**no**"),
+        (Figure("a", 94.999, 95.0, unit=" %"), "94.999 %", "**no**"),
+        (Figure("a", 1.3 - 1e-9, 1.3), "1.300000", "**no**"),
+        (Figure("a", 2.5), "2.50", "yes"),
+        (Figure("a", None, 2.0), "not measured", "–"),
+    ],
+)
+def test_a_miss_reads_as_one(figure, shown, verdict):
+    assert (figure.shown, figure.verdict) == (shown, verdict)
+
+
+def engine(method, k, ms, concurrency=1, **changes):
+    row = {"shape": "qwen3-8b", "method": method, "num_speculative_tokens": k, "concurrency": concurrency}
+    row |= {"acceptance": "assumed", "ms_per_step": ms, "drafting_ms": None, "gpu_busy_share": None}
+    return row | changes
+
+
+def sweep(dataset, speed, gain, **changes):
+    row = {"dataset": dataset, "method": "p-eagle", "concurrency": 1, "tokens_per_second": speed}
+    return row | {"speedup_over_none": gain} | changes
+
+
+def auto(policy, times, concurrency=1):
+    return {"shape": "tiny", "policy": policy, "times_plain": times, "concurrency": concurrency}
+
+
+def over(concurrency, ours, theirs):
+    return {
+        "shape": "qwen3-8b", "concurrency": concurrency, "ours_tokens_per_second": ours,
+        "theirs_tokens_per_second": theirs, "ratio": 9.0,
+    }  # fmt: skip
+
+
+RESULTS = {
+    "engine-speed-qwen3-8b-h200": [
+        engine("p-eagle", 7, 2.0, drafting_ms=0.5, gpu_busy_share=0.96),
+        engine("p-eagle", 7, 4.0, 64, drafting_ms=2.0),
+        engine("p-eagle", 1, 1.5, drafting_ms=0.4, gpu_busy_share=0.94),
+        engine("p-eagle", 1, 1.5, 64, drafting_ms=1.0),
+        engine("eagle3", 7, 2.4, acceptance="equal"),
+        engine("eagle3", 7, 2.8),
+    ],
+    "sweep-qwen2.5-coder-0.5b-h200": [
+        sweep("mt-bench", 300.0, 2.5),
+        sweep("mt-bench", 200.0, 3.0),  # another K, slower
+        sweep("gsm8k", 300.0, 1.9),
+        sweep("gsm8k", 900.0, 3.0, method="eagle3"),
+        sweep("gsm8k", 900.0, 3.0, concurrency=8),
+    ],
+    "over-vllm-h200": [over(1, 120.0, 100.0), over(8, 119.0, 100.0)],
+    "auto-k-h200": [
+        auto("auto", 0.99), auto("auto, first batch", 0.96), auto("K=7", 0.5), auto("none", 1.0), auto("auto", 0.98, 8),
+    ],
+}  # fmt: skip
+
+
+def line(text, beginning, of):
+    (found,) = [row for row in text.splitlines() if row.startswith(f"| {beginning}") and f"| {of} |" in row]
+    return [cell.strip() for cell in found.split("|")[3:-2]]
+
+
+def test_every_target_is_judged_by_its_files():
+    def read(name):
+        settings = {"partial": name == "over-vllm-h200"}
+        return {"settings": settings, "results": {"rows": RESULTS[name]}} if name in RESULTS else None
+
+    text = targets(read)
+    assert line(text, "GPU busy", "qwen3-8b") == ["lowest of 2 engines: 94.00 %", "**no**"]
+    assert line(text, "drafting", "qwen3-8b") == ["c = 1: 1.25, c = 64: 2.00", "yes"]
+    over_eagle3 = ["c = 1: 1.20, c = 64: not measured", "c = 1: **no**, c = 64: –"]
+    assert line(text, "P-EAGLE over EAGLE-3", "qwen3-8b") == over_eagle3  # at P-EAGLE's acceptance where there is one
+    over_none = ["mt-bench: 2.50, gsm8k: 1.90", "mt-bench: yes, gsm8k: **no**"]
+    assert line(text, "over no drafts", "Qwen2.5-Coder-0.5B, head of the sweep") == over_none
+    over_vllm = ["c = 1: 1.20, c = 8: 1.19, c = 64: not measured", "c = 1: yes, c = 8: **no**, c = 64: –"]
+    assert line(text, "over vLLM's best", "qwen3-8b") == over_vllm
+    assert line(text, "auto K", "tiny") == ["c = 1: 0.96, c = 8: 0.98", "c = 1: **no**, c = 8: yes"]
+    assert line(text, "over vLLM's best", "smollm2-135m") == ["not measured", "–"]
+    assert "second run" not in text
+    assert "[over-vllm](benchmarks/results/over-vllm-h200.json) (partial)" in text
+
+
+def test_nothing_was_measured():
+    text = targets(lambda name: None)
+    assert text.count("| not measured | – |") == len(text.splitlines()) - 2
