@@ -2,8 +2,9 @@
 
 Every setting runs the same prompts as a reference that does none of it. Rounding may tell them apart, for the sum in a
 matmul depends on how many rows share it; so each first difference is judged: one pass over the tokens before it, apart
-from any engine, says how far the two tokens were from each other. `explained` means less than twice the numerical
-noise, which is measured too: how far the logits of the same rows lie apart when they are computed in other numbers.
+from any engine, says how far the two tokens were from each other. `explained` means less than the numerical noise, and
+that is measured too: by how much the lead of the best token over the next one differs when the same rows are computed
+in other numbers.
 
 The file is written after every setting, marked partial until the last. Hardware: one CUDA GPU. On the CPU, without
 graphs and with nothing in flight:
@@ -82,7 +83,7 @@ class LosslessSettingRow:
     """One engine setting against plain decoding (result names `lossless-gpu-*`).
 
     `first_divergence` is the smallest output index at which any two answers part. Two tokens at which they do are a
-    `gap` apart; every one below `limit`, twice the numerical noise in the same units, makes the row `explained`.
+    `gap` apart; every one below `limit`, the numerical noise in the same units, makes the row `explained`.
     """
 
     dtype: str
@@ -159,7 +160,7 @@ class Lossless:
         self, setting: Setting, temperature: float, run: Run, reference: Run, noise: float
     ) -> tuple[LosslessSettingRow, list[DivergenceRow]]:
         """How much of a run equals the reference, and every first difference, judged."""
-        limit = 2 * noise / (temperature or 1.0)
+        limit = noise / (temperature or 1.0)
         compared, found = 0, []
         for number, (output, expected) in enumerate(zip(run.outputs, reference.outputs[: len(run.outputs)])):
             index = common_length(output.token_ids, expected.token_ids)
@@ -300,7 +301,7 @@ def measure(args: argparse.Namespace, dtype: str, results: Results) -> Iterator[
     yield f"{dtype}: reference"
     largest, mean = bench.judge.noise(references[0].outputs)
     results.noise[dtype] = {"largest": largest, "mean": mean}
-    yield f"{dtype}: logits of the same rows lie up to {largest:.3g} apart, {mean:.3g} on average"
+    yield f"{dtype}: the lead of the best token differs by up to {largest:.3g}, {mean:.3g} on average"
     for setting in chosen(args):
         runs = bench.run(setting)
         for temperature, run, reference in zip(args.temperature, runs, references, strict=True):

@@ -115,7 +115,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
             ("identical outputs", "**{equal} of {requests}**"),
             ("tokens", "{tokens_compared:,}"),
             ("largest gap", known("largest_gap", "{:.2g}")),
-            ("2 x noise", "{limit:.2g}"),
+            ("noise", "{limit:.2g}"),
             ("explained", eval_tables.explained("requests")),
         ),
         "lossless-": table_of(

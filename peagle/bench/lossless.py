@@ -2,8 +2,8 @@
 
 Drafts change how many rows share a matmul, and with it the rounding of sums. Where two tokens are nearly equally good,
 that may choose the other one. A pass over the tokens before it, apart from any engine, says how far the two tokens were
-from each other; less than twice the numerical noise is explained, and the noise is measured too: how far the logits of
-the same rows lie apart when they are computed in other numbers of rows.
+from each other; less than the numerical noise is explained, and the noise is measured too: by how much the lead of the
+best token over the next one differs when the same rows are computed in other numbers of rows.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from peagle.models.layers import use_kernels
 from peagle.models.target import Target
 from peagle.sampling import gumbel_noise
 
-NOISE_SEQUENCES, NOISE_ROWS = 4, 32
+NOISE_SEQUENCES, NOISE_ROWS = 8, 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EqualityRow:
     """How many answers were the same tokens with drafts as without; `explained` says that every other one parts at a
-    near-tie: its `largest_gap` is below `limit`, twice the noise in the same units."""
+    near-tie: its `largest_gap` is below `limit`, the noise in the same units."""
 
     num_speculative_tokens: int
     temperature: float
@@ -47,16 +47,17 @@ class Judge:
         self._known: dict[tuple[int, ...], Tensor] = {}  # logits after a prefix: runs often part at the same place
 
     def noise(self, outputs: Sequence[RequestOutput]) -> tuple[float, float]:
-        """The largest and the mean distance between two logits of the same token in the same place, computed in other
-        numbers of rows or by another form of the kernels."""
+        """By how much the best token's lead over the next one differs between passes in other numbers of rows and by
+        other forms of the kernels: the most of all places looked at, and the mean."""
         spreads: list[Tensor] = []
         forms = {"torch", resolve_kernels(EngineConfig(), self._device)}
         for output in outputs[:NOISE_SEQUENCES]:
             ids = [*output.prompt_token_ids, *output.token_ids]
             last = min(NOISE_ROWS, len(ids))
             ways = [self.logits(ids, last, rows, form) for form in forms for rows in (1, 8, len(ids))]
-            stacked = torch.stack(ways)
-            spreads.append((stacked.amax(dim=0) - stacked.amin(dim=0)).flatten())
+            best_R2 = ways[0].topk(2).indices
+            lead_WR = torch.stack([way.gather(1, best_R2) for way in ways]).diff().squeeze(-1)
+            spreads.append(lead_WR.amax(dim=0) - lead_WR.amin(dim=0))
         spread = torch.cat(spreads)
         return float(spread.max()), float(spread.mean())
 
@@ -141,7 +142,7 @@ def compare_answers(
         tokens = [(o.token_ids[index : index + 1] or [-1])[0] for o in (expected, output)]
         parted.append(index)
         gaps.append(judge.gap([*expected.prompt_token_ids, *expected.token_ids[:index]], tokens, temperature, seed))
-    limit = 2 * judge.noise(plain)[0] / (temperature or 1.0) if parted else None
+    limit = judge.noise(plain)[0] / (temperature or 1.0) if parted else None
     known = [gap for gap in gaps if gap is not None]
     return EqualityRow(
         num_speculative_tokens=num_drafts,
