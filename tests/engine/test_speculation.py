@@ -303,9 +303,8 @@ def test_steps_are_timed_on_contexts_and_leave_no_trace(monkeypatch):
 
     monkeypatch.setattr(step, "run", spy)
     assert _seconds(llm.core, 2, 3, 1, 2, 512) > 0
-    (*_, padded), (slots, first, blocks), (_, later, _) = contexts
+    (slots, first, blocks), (_, later, _) = contexts
     assert (slots, first, blocks) == ([0, 1], [112, 112], 56)
-    assert padded == 0
     assert all(112 < n <= 116 for n in later)
     assert all(torch.equal(kept, part) for kept, part in zip(held, parts, strict=True))
     assert not any(part.any() for part in (*llm.core._state.rows, torch.from_numpy(llm.core._state.host_tables)))
@@ -322,6 +321,14 @@ def test_costs_of_a_gpu_are_measured_in_graphs_and_leave_no_trace():
     assert all(seconds > 0 for seconds in measure_costs(llm.core, (0, 1, 3)).values())
     assert not any(part.any() for part in llm.core._state.rows)
     assert [output.token_ids for output in llm.generate(prompts, params)] == before
+
+
+def test_every_step_has_run_before_the_first_is_timed(monkeypatch):
+    core = tiny_llm(3, max_num_seqs=4).core
+    ran, run = [], core.run_padding
+    monkeypatch.setattr(core, "run_padding", lambda size, k, **_: ran.append((size, k)) or run(size, k))
+    measure_costs(core, (0, 1, 3))
+    assert set(ran[:6]) == set(ran[6:]) == {(size, k) for size in (1, 4) for k in (0, 1, 3)}
 
 
 def test_measuring_costs_says_what_it_does(caplog):
