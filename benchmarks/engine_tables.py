@@ -171,6 +171,26 @@ def model_kernels(rows: Sequence[Json]) -> str:
     )
 
 
+def prompt_attention(rows: Sequence[Json]) -> str:
+    """A line per shape, prompts and rows: every form in microseconds of the GPU, the engine's two with the host's, the
+    others with those of a first call if it was timed."""
+    of: dict[tuple[Any, ...], dict[str, Json]] = {}
+    for row in rows:
+        of.setdefault((row["shape"], row["prompts"], row["rows"], row["mean_row"]), {})[row["form"]] = row
+    forms = dict.fromkeys(row["form"] for row in rows)
+    return markdown_table(
+        ("shape", "prompts", "rows", "mean row's", *forms),
+        [(line[0], *(f"{n:,}" for n in line[1:]), *(_form(some.get(f)) for f in forms)) for line, some in of.items()],
+    )
+
+
+def _form(row: Json | None) -> str:
+    if row is None:
+        return "–"
+    other = row["host_ms"] if row["fresh_ms"] is None else row["fresh_ms"]
+    return f"**{1e3 * row['gpu_ms']:.1f}**" + ("" if other is None else f" ({1e3 * other:,.0f})")
+
+
 # A line per shape and concurrency: the best engine of either side.
 over_vllm = table_of(
     ("shape", "{shape}"),

@@ -160,6 +160,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Json]], str]] = MappingProxyType(
         "auto-k-": engine_tables.auto_k,
         "step-kernels-": engine_tables.step_kernels,
         "model-kernels-": engine_tables.model_kernels,
+        "prompt-attention-": engine_tables.prompt_attention,
         "over-vllm": engine_tables.over_vllm,
         "peer-vllm-": engine_tables.engine_speed,
         "profile-": table_of(

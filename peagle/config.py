@@ -168,7 +168,8 @@ class EngineConfig:
     `prompt_graphs` passes over short prompts too, padded to a few shapes, and `async_scheduling` prepares a step while
     the one before it runs; all are for CUDA alone. `kernels` is the form of everything between the matmuls: "auto" is
     Triton on CUDA; "invariant" is Triton, matmuls of the target included, in one form for any number of rows, so that
-    not a bit of the output says what shared a batch. `load_format` "dummy" draws the target's weights at random, for
+    not a bit of the output says what shared a batch. `attention` "auto" is Triton on CUDA and for long prompts torch's
+    FlashAttention; "triton" is Triton alone. `load_format` "dummy" draws the target's weights at random, for
     benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which takes four times the memory, instead
     of inside their kernel.
     """

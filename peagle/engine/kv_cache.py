@@ -10,10 +10,11 @@ from torch import Tensor
 from peagle.errors import PeagleError
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
-from peagle.kernels.paged_attention import AttentionPlan, paged_attention
+from peagle.kernels.paged_attention import AttentionPlan, WholePlan, paged_attention
 from peagle.kernels.paged_decode import CacheView
 from peagle.kernels.rope import HeadNorms
 from peagle.kernels.rope_write import rope_write
+from peagle.kernels.whole_attention import takes_whole, whole_attention
 from peagle.models.spec import LayerSizes
 
 
@@ -38,6 +39,7 @@ class PagedCache:
         self.kernels = kernels
         self.windows = (None,) * sizes.num_layers if windows is None else tuple(windows)
         self.sinks = (None,) * sizes.num_layers if sinks is None else tuple(sinks)
+        self._takes_whole = not any(s is not None for s in self.sinks) and takes_whole(sizes.head_dim, dtype, device)
         shape = (sizes.num_layers, sizes.num_kv_heads, num_slots + 1, sizes.head_dim)
         try:
             # Zeroed, for a drafter that sat out some steps reads what it never wrote. Not on the host, which gets
@@ -56,9 +58,11 @@ class PagedCache:
         """Bytes one token takes."""
         return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
 
-    def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> "PagedAttend":
-        """An `Attend` that first writes the new rows' keys and values, then attends over the cache."""
-
+    def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> "PagedAttend | WholeAttend":
+        """An `Attend` that first writes the new rows' keys and values, then attends over the cache or, of whole
+        prompts, over these."""
+        if isinstance(plan, WholePlan) and self._takes_whole:
+            return WholeAttend(self, slots_R, plan)
         return PagedAttend(self, slots_R, limit_R, plan)
 
 
@@ -105,3 +109,17 @@ class PagedAttend:
         c = self.cache
         view = CacheView(c.keys[layer], c.values[layer], self.limit_R, c.windows[layer], c.sinks[layer])
         return paged_attention(q_RND, view, self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAttend:
+    """The same for whole prompts. No `CachedAttend`: that would have the rotated keys in the cache alone."""
+
+    cache: PagedCache
+    slots_R: Tensor
+    plan: WholePlan
+
+    def __call__(self, layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
+        c = self.cache
+        kv_write(c.keys[layer], c.values[layer], self.slots_R, k_RMD, v_RMD, backend=c.kernels)
+        return whole_attention(q_RND, k_RMD, v_RMD, self.plan.start_B1, self.plan.most_rows, c.windows[layer])

@@ -10,14 +10,15 @@ from peagle.engine.graphs import COMMON_MODES, EVERYTHING, bucket_sizes
 from peagle.engine.request import Request
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import TableK, draft_counts
+from peagle.kernels.whole_attention import LEAST_ROWS
 from peagle.sampling import SamplingParams
 from peagle.structured.matcher import AnyText
 
 _log = logging.getLogger(__name__)
 
-# Tokens of prompts whose passes differ in how attention is cut into tiles, or in who multiplies: there is a kernel for
-# few rows, and one for more.
-_PROMPT_LENGTHS = (2, 4, 10, 40, 120, 400)
+# Tokens of prompts whose passes differ in how attention is cut into tiles, or in who attends or multiplies: there is a
+# kernel for few rows, and one for more.
+_PROMPT_LENGTHS = (2, 4, 10, 40, 120, 400, LEAST_ROWS)
 
 MakeRequest = Callable[[Sequence[int], SamplingParams], Request]
 _GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from peagle.kernels.backend import INVARIANT, use_triton
 from peagle.kernels.paged_decode import CacheView, DecodePlan, paged_decode, power_of_two
+from peagle.kernels.whole_attention import prefers_whole
 
 # Fewest query rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the
 # call, which keeps a request's output independent of its batch and of its drafts.
@@ -51,7 +52,16 @@ class TilePlan:
     tile_size: int  # rows times query heads of one kv head, a power of two
 
 
-AttentionPlan = RectanglePlan | TilePlan | DecodePlan
+@dataclass(frozen=True, slots=True)
+class WholePlan:
+    """Whole prompts, for `whole_attention`. `paged`: the same over the cache, for layers which that does not take."""
+
+    start_B1: Tensor  # int32: first row of each request, and the total
+    most_rows: int  # of a request
+    paged: RectanglePlan | TilePlan
+
+
+AttentionPlan = RectanglePlan | TilePlan | DecodePlan | WholePlan
 
 
 def plan_attention(
@@ -67,23 +77,32 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan one forward pass of B requests with `query_lens` new rows and at most `key_lens` visible keys.
 
-    `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA.
-    A head dim the kernel cannot tile (it takes powers of two from 16 to 256) goes to torch whatever the backend.
-    Tiles are as high as the mean request, for `INVARIANT` as high as can be.
+    `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA, and
+    a library for long prompts without keys before them. A head dim the kernel cannot tile (it takes powers of two from
+    16 to 256) goes to torch whatever the backend. Tiles are as high as the mean request, for `INVARIANT` as can be.
     """
+    plan: RectanglePlan | TilePlan
     if use_triton(backend, device) and can_tile(head_dim):
         tile_size = most_tile(heads_per_kv)
         if backend != INVARIANT:
             mean_height = -(-int(query_lens.sum()) * heads_per_kv // len(query_lens))
             tile_size = min(max(_least_tile(heads_per_kv), power_of_two(mean_height)), tile_size)
-        return _plan_tiles(query_lens, key_lens, block_tables, block_size, tile_size, heads_per_kv, device)
-    return plan_rectangles(query_lens, key_lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
+        plan = _plan_tiles(query_lens, key_lens, block_tables, block_size, tile_size, heads_per_kv, device)
+    else:
+        lens = query_lens, key_lens
+        plan = plan_rectangles(*lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
+    if backend == "auto" and prefers_whole(query_lens, key_lens):
+        start_B1 = _to_device(np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32), device)
+        return WholePlan(start_B1, int(query_lens.max()), plan)
+    return plan
 
 
 def paged_attention(q_RND: Tensor, cache: CacheView, plan: AttentionPlan) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over each row's visible keys, [R, N, D], in the form that `plan` was made for."""
     if isinstance(plan, DecodePlan):
         return paged_decode(q_RND, cache, plan)
+    if isinstance(plan, WholePlan):
+        plan = plan.paged
     if isinstance(plan, RectanglePlan):
         return paged_attention_ref(q_RND, cache, plan)
     # Imported late: triton is not installed everywhere.
@@ -106,12 +125,15 @@ def _plan_tiles(
     tables_BN = block_tables[:, : -(-int(key_lens.max()) // block_size)]
     # The table begins at a multiple of 16 bytes, or the kernel would be compiled anew for every other number of tiles.
     parts = (tiles_W3.ravel(), np.zeros(-tiles_W3.size % 4), tables_BN.ravel())
-    packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
-    if device.type == "cuda":  # from pinned memory the copy waits in the stream, and the host does not
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
+    packed = _to_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), device)
     tiles, _, tables = packed.split([part.size for part in parts])
     return TilePlan(tiles.view(-1, 3), tables.view(tables_BN.shape), block_size, tile_size)
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """From pinned memory on CUDA: the copy waits in the stream, and the host does not."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def can_tile(head_dim: int) -> bool:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from benchmarks import auto_k, common, model_kernels, over_vllm, savings, soak, step_kernels
+from benchmarks import auto_k, common, model_kernels, over_vllm, prompt_attention, savings, soak, step_kernels
 from benchmarks.common import RESULTS, amount, check_out, count, run_script
 from peagle.bench.report import read_result
 from peagle.errors import PeagleError
@@ -34,6 +34,7 @@ def test_numbers_of_flags():
         (auto_k, ["--concurrency", "4", "-1"]),
         (step_kernels, ["--batches", "0"]),
         (model_kernels, ["--keys", "0"]),
+        (prompt_attention, ["--rows", "0"]),
         (soak, ["--minutes", "-1"]),
     ],
 )
@@ -44,7 +45,7 @@ def test_numbers_that_cannot_be(script, flags, monkeypatch, capsys):
     assert f"argument {flags[0]}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", [savings, auto_k, step_kernels, model_kernels])
+@pytest.mark.parametrize("script", [savings, auto_k, step_kernels, model_kernels, prompt_attention])
 def test_a_run_on_the_cpu_takes_no_gpu_result_s_place(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu"])
     with pytest.raises(PeagleError, match=r"-h200\.json is of a GPU"):
