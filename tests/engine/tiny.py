@@ -94,11 +94,12 @@ def tiny_llm(
     return LLM.from_parts(target, drafter, k, EngineConfig(**{"block_size": 4, "max_num_seqs": 8, **engine}))
 
 
-def sized_llm(shape: str, k: int, *, parallel: bool = True, **engine: Any) -> LLM:
+def sized_llm(
+    shape: str, k: int, *, parallel: bool = True, context: int = 1024, vocab_size: int = 96, **engine: Any
+) -> LLM:
     """An engine of one of `SHAPES` on the GPU, in bfloat16: a random target of three layers, a random head of two."""
-    sizes = SHAPES[shape]
-    rope = RopeSpec(theta=1e4, head_dim=sizes["head_dim"])
-    spec = tiny_spec(num_layers=3, max_position_embeddings=1024, rope=rope, **sizes)
+    sizes = {**SHAPES[shape], "max_position_embeddings": context, "vocab_size": vocab_size}
+    spec = tiny_spec(num_layers=3, rope=RopeSpec(theta=1e4, head_dim=sizes["head_dim"]), **sizes)
     model = TargetModel(spec).eval().requires_grad_(False)
     random_weights(model, 3)
     target = Target("tiny", Path("tiny"), spec, model.to("cuda", torch.bfloat16), tiny_tokenizer())
