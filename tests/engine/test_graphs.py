@@ -2,7 +2,10 @@
 
 import gc
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +13,18 @@ import torch
 
 from peagle.engine import build
 from peagle.engine.core import EngineCore
+from peagle.engine.engine import LLM
 from peagle.engine.graphs import COMMON_MODES, EVERYTHING, Captured, DecodeGraphs, GraphPool, Key, bucket_sizes
 from peagle.engine.outputs import StepOutput
 from peagle.engine.request import RequestOutput
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import draft_counts
 from peagle.engine.warm_up import WarmUp
+from peagle.kernels import fused_linear, stream_linear
 from peagle.kernels.logprobs import RowLogprobs
 from peagle.sampling import SamplingParams
 from peagle.structured.matcher import AnyText
-from tests.engine.tiny import force_drafts, random_prompts, tiny_llm
+from tests.engine.tiny import SHAPES, expect_triton, force_drafts, random_prompts, sized_llm, tiny_llm
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -309,6 +314,46 @@ def test_modes_that_there_is_room_for(monkeypatch):
         assert core.modes_with_room(COMMON_MODES, 4) == COMMON_MODES[:count]
 
 
+def gpu_llm(k: int, **settings: Any) -> LLM:
+    """In float32, with heads that attention's kernels take and prompts in a few captured shapes."""
+    llm = tiny_llm(k, head_dim=16, max_num_batched_tokens=128, device="cuda", **settings)
+    expect_triton(llm, captured=settings.get("graphs", True))
+    return llm
+
+
+def steady_decode(llm: LLM, *, shows: bool = False) -> None:
+    """Ten steps of four requests in which the host must not wait for the device."""
+    core = llm.core
+    params = SamplingParams(
+        max_tokens=90, temperature=0.7, seed=0, ignore_eos=True, show_drafts=shows, logprobs=5 if shows else None
+    )
+    core.run_padding(4, 3, SamplingMode(drawn=True, shows_drafts=shows, scores=shows))
+    for i, prompt in enumerate(random_prompts(4, seed=2)):
+        core.add(llm.make_request(prompt, params, index=i))
+    for _ in range(4):
+        core.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            core.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(r.output_ids) >= 10 for r in core.scheduler.running] == [True] * 4
+    core.abort_all()
+
+
+def noted(module: ModuleType, ran: set[str]) -> Callable[..., bool]:
+    """Its `_use_triton`, which tells `ran` when it says yes."""
+    ask, name = module._use_triton, module.__name__.rpartition(".")[2]
+
+    def use_triton(*args: Any, **options: Any) -> bool:
+        yes = ask(*args, **options)
+        ran.update([name] * yes)
+        return yes
+
+    return use_triton
+
+
 class TestOnGpu:
     pytestmark = gpu
 
@@ -320,14 +365,14 @@ class TestOnGpu:
             SamplingParams(max_tokens=30, temperature=[0.0, 0.9][i % 2], seed=i, top_k=[0, 0, 7][i % 3])
             for i in range(len(prompts))
         ]
-        plain = tiny_llm(5, device="cuda", graphs=False)
+        plain = gpu_llm(5, graphs=False)
         plain.set_speculation(False)
         expected = plain.generate(prompts, params)
         for graphs in (True, False):
-            llm = tiny_llm(5, parallel=parallel, device="cuda", graphs=graphs, async_scheduling=ahead)
+            llm = gpu_llm(5, parallel=parallel, graphs=graphs, async_scheduling=ahead)
             own = llm.generate(prompts, params)
             assert [o.token_ids for o in own] == [o.token_ids for o in expected]
-            llm = tiny_llm(5, parallel=parallel, device="cuda", graphs=graphs, async_scheduling=ahead)
+            llm = gpu_llm(5, parallel=parallel, graphs=graphs, async_scheduling=ahead)
             force_drafts(llm, expected, seed=0)  # before anything is captured
             forced = llm.generate(prompts, params)
             assert [o.token_ids for o in forced] == [o.token_ids for o in expected]
@@ -345,10 +390,9 @@ class TestOnGpu:
             for i in range(len(prompts))
         ]  # fmt: skip
         bare = [SamplingParams(max_tokens=30, temperature=p.temperature, seed=p.seed) for p in params]
-        expected = tiny_llm(5, device="cuda", graphs=False).generate(prompts, bare)
+        expected = gpu_llm(5, graphs=False).generate(prompts, bare)
         eager, captured = (
-            tiny_llm(5, device="cuda", graphs=graphs, async_scheduling=ahead).generate(prompts, params)
-            for graphs in (False, True)
+            gpu_llm(5, graphs=graphs, async_scheduling=ahead).generate(prompts, params) for graphs in (False, True)
         )
         for a, b, plain in zip(eager, captured, expected, strict=True):
             assert a.token_ids == b.token_ids == plain.token_ids
@@ -362,29 +406,24 @@ class TestOnGpu:
     @pytest.mark.parametrize("parallel", [True, False])
     @pytest.mark.parametrize("shows", [False, True])
     def test_steady_decode_never_waits(self, parallel: bool, shows: bool):
-        llm = tiny_llm(3, parallel=parallel, device="cuda")
-        core = llm.core
-        params = SamplingParams(
-            max_tokens=90, temperature=0.7, seed=0, ignore_eos=True, show_drafts=shows, logprobs=5 if shows else None
-        )
-        core.run_padding(4, 3, SamplingMode(drawn=True, shows_drafts=shows, scores=shows))
-        for i, prompt in enumerate(random_prompts(4, seed=2)):
-            core.add(llm.make_request(prompt, params, index=i))
-        for _ in range(4):
-            core.step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(10):
-                core.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert all(len(r.output_ids) >= 10 for r in core.scheduler.running)
-        core.abort_all()
+        steady_decode(gpu_llm(3, parallel=parallel), shows=shows)
+
+    @pytest.mark.parametrize("parallel", [True, False])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_steady_decode_in_bfloat16_never_waits(self, shape: str, parallel: bool, monkeypatch):
+        """With the linear layers that a large model streams in 16 bits; a small one's are fused with their norms."""
+        ran: set[str] = set()
+        for module in (fused_linear, stream_linear):
+            monkeypatch.setattr(module, "_use_triton", noted(module, ran))
+        llm = sized_llm(shape, 3, parallel=parallel, max_num_seqs=8, num_kv_blocks=200)
+        expect_triton(llm)
+        steady_decode(llm)
+        assert ("fused_linear" if shape == "small" else "stream_linear") in ran
 
     @pytest.mark.parametrize("parallel", [True, False])
     def test_a_warm_engine_captures_nothing_more(self, parallel: bool):
         """Whatever is asked, alone and side by side, and it is answered as by the eager twin."""
-        llm = tiny_llm(3, parallel=parallel, device="cuda")
+        llm = gpu_llm(3, parallel=parallel)
         WarmUp(llm, llm.make_request).run(lambda: False)
         graphs = llm.core._graphs
         assert graphs is not None
@@ -392,7 +431,7 @@ class TestOnGpu:
         assert len(bucket_sizes(llm.core.max_num_seqs)) * len(COMMON_MODES) <= captured <= graphs.max_graphs
         prompts = random_prompts(12, seed=3)
         params = [mixed_params(i) for i in range(len(prompts))]
-        eager = tiny_llm(3, parallel=parallel, device="cuda", graphs=False)
+        eager = gpu_llm(3, parallel=parallel, graphs=False)
         for batch in ([i] for i in range(len(prompts))):
             given = [prompts[i] for i in batch], [params[i] for i in batch]
             assert_same(llm.generate(*given), eager.generate(*given))
@@ -409,14 +448,14 @@ class TestOnGpu:
         assert graphs.num_captured == captured
 
     def test_without_memory_for_a_graph_the_step_runs_eagerly(self, monkeypatch, caplog):
-        llm = tiny_llm(3, device="cuda")
+        llm = gpu_llm(3)
         expected = llm.generate(random_prompts(3), SamplingParams(max_tokens=9, temperature=0.0))
 
         def no_memory(*args: object, **kwargs: object) -> None:
             raise torch.OutOfMemoryError("no memory")
 
         monkeypatch.setattr(torch.cuda, "graph", no_memory)
-        short = tiny_llm(3, device="cuda")
+        short = gpu_llm(3)
         outputs = short.generate(random_prompts(3), SamplingParams(max_tokens=9, temperature=0.0))
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
         assert "no memory for the CUDA graph" in caplog.text

@@ -1,7 +1,6 @@
 """`kernels="invariant"`: not a bit of the output says what shared a batch, drafts included, in bfloat16 too."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from peagle.config import EngineConfig
-from peagle.drafters.init import new_drafter
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.kernels import stream_linear
@@ -17,10 +15,9 @@ from peagle.kernels.backend import INVARIANT
 from peagle.kernels.stream_linear import prefers_stream
 from peagle.models import layers
 from peagle.models.decoder import TargetModel
-from peagle.models.layers import RopeSpec, use_kernels
-from peagle.models.target import Target
+from peagle.models.layers import use_kernels
 from peagle.sampling import SamplingParams
-from tests.engine.tiny import force_drafts, random_prompts, tiny_llm, tiny_parts, tiny_spec, tiny_tokenizer
+from tests.engine.tiny import SHAPES, force_drafts, random_prompts, sized_llm, tiny_llm, tiny_parts, tiny_spec
 from tests.helpers import causal_attend, random_weights
 from tests.kernels.conftest import numpy_scalars, wide_tiles  # noqa: F401, fixtures
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
@@ -28,12 +25,6 @@ from tests.kernels.interpreter import INTERPRETED, run_interpreted
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-
-# Layers that are fused, streamed, cut and left to cuBLAS by turns elsewhere, and on Hopper some that have a ring.
-SHAPES: dict[str, dict[str, Any]] = {
-    "small": {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
-    "large": {"hidden_size": 2048, "intermediate_size": 8192, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128},
-}
 
 
 @needs_triton
@@ -97,17 +88,8 @@ def test_interpreted_only_the_target_s_attention_has_the_one_form():
 
 
 def engine(shape: str, drafts: int, **settings: Any) -> LLM:
-    """Random weights in bfloat16, a head of two layers."""
-    sizes = SHAPES[shape]
-    rope = RopeSpec(theta=1e4, head_dim=sizes["head_dim"])
-    spec = tiny_spec(num_layers=3, max_position_embeddings=1024, rope=rope, **sizes)
-    model = TargetModel(spec).eval().requires_grad_(False)
-    random_weights(model, 3)
-    target = Target("tiny", Path("tiny"), spec, model.to("cuda", torch.bfloat16), tiny_tokenizer())
-    head = new_drafter(target.model, num_layers=2, tap_ids=(0, 1, 3), mask_token_id=95, seed=4, target_init=False)
-    head = head.to("cuda", torch.bfloat16).eval().requires_grad_(False)
-    config = EngineConfig(**{"max_num_seqs": 24, **settings}, num_kv_blocks=1200, max_model_len=512, kernels=INVARIANT)
-    return LLM.from_parts(target, head, drafts, config)
+    settings = {"max_num_seqs": 24, "num_kv_blocks": 1200, "max_model_len": 512, "kernels": INVARIANT, **settings}
+    return sized_llm(shape, drafts, **settings)
 
 
 @gpu

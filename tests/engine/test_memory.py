@@ -1,17 +1,24 @@
-"""How many KV cache blocks fit, by made-up devices."""
+"""How many KV cache blocks fit, by made-up devices; and what an engine then takes of a GPU."""
 
+import gc
+import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import DrafterConfig
+from peagle.engine.engine import LLM
 from peagle.engine.memory import DeviceMemory, EngineLoad, plan_memory
+from peagle.engine.warm_up import WarmUp
 from peagle.errors import PeagleError
 from peagle.kernels.logprobs import scratch_bytes
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec, MoESpec
+from peagle.sampling import SamplingParams
+from tests.engine.tiny import sized_llm
 
 GIB = 2**30
 CUDA = torch.device("cuda")
@@ -136,3 +143,54 @@ def test_each_graph_costs_what_its_layers_do():
 
     in_turn = replace(HEAD, mask_token_id=None)  # five passes over its layers
     assert size(20, in_turn) - size(10, in_turn) == pytest.approx((size(20, HEAD) - size(10, HEAD)) * 56 / 40)
+
+
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"presence_penalty": 0.5, "logprobs": 20},
+    {"show_drafts": True, "prompt_logprobs": 20},
+]
+
+
+def load_fully(llm: LLM) -> None:
+    """A request of each kind in every slot, their prompts in the largest passes there are, two of them long."""
+    rng, core, count = np.random.default_rng(0), llm.core, llm.core.max_num_seqs
+    for i in range(count):
+        ids = rng.integers(2, llm.target.spec.vocab_size, 20_000 if i < 2 else 600).tolist()
+        params = SamplingParams(max_tokens=40, seed=i, ignore_eos=True, **KINDS[i % len(KINDS)])
+        core.add(llm.make_request(ids, params, index=i))
+    most = 0
+    while core.has_work:
+        core.step()
+        most = max(most, sum(not request.in_prefill for request in core.scheduler.running))
+    assert most == count
+
+
+def used() -> int:
+    """Bytes of the GPU that anyone holds."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_engine_keeps_to_its_share_on_gpu():
+    """Warmed up with all its graphs and fully loaded. What torch holds counts at its peak, the rest at the end."""
+    gc.collect()  # engines of other tests
+    torch.zeros(1, device="cuda")  # CUDA's own memory is there before, as that of other processes
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    total, before = torch.cuda.mem_get_info()[1], used()
+    foreign, budget = before - torch.cuda.memory_reserved(), before + 6 * GIB
+    llm = sized_llm(
+        "small", 5, context=65536, vocab_size=49152, max_num_seqs=48, gpu_memory_utilization=budget / total
+    )  # fmt: skip
+    assert llm.core.scheduler.pool.num_blocks < 48 * 65536 // 16  # memory is what limits the cache
+    WarmUp(llm, llm.make_request).run(lambda: False)
+    load_fully(llm)
+    peak = torch.cuda.max_memory_reserved()
+    assert peak > before - foreign + 4 * GIB  # it was no small share of it
+    assert foreign + peak <= budget
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the tests beside this one take memory too
+        assert used() - torch.cuda.memory_reserved() + peak <= budget

@@ -14,11 +14,13 @@ from transformers import PreTrainedTokenizerFast
 from peagle.config import EngineConfig
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.drafters.init import new_drafter
-from peagle.engine.batch import Rows
+from peagle.engine.batch import HostShape, Rows
 from peagle.engine.engine import LLM
 from peagle.engine.request import Request, RequestOutput
 from peagle.engine.slots import SlotState
 from peagle.engine.step import DraftSide, SpeculativeStep
+from peagle.kernels.paged_attention import TilePlan
+from peagle.kernels.paged_decode import DecodePlan
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec
@@ -26,6 +28,11 @@ from peagle.models.target import Target
 from tests.helpers import random_weights
 
 EOS = 1
+# Layers that are fused, streamed, cut and left to cuBLAS by turns elsewhere, and on Hopper some that have a ring.
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "large": {"hidden_size": 2048, "intermediate_size": 8192, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128},
+}
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
@@ -77,13 +84,47 @@ def tiny_llm(
     parallel: bool = True,
     window: int | None = None,
     layers: int = 4,
+    head_dim: int = 8,
     **engine: Any,
 ) -> LLM:
     """The engine of `tiny_parts`; `engine` overrides `EngineConfig`."""
-    target, drafter = tiny_parts(dtype, seed, parallel, window, layers=layers)
+    target, drafter = tiny_parts(dtype, seed, parallel, window, layers=layers, head_dim=head_dim)
     device = engine.get("device", "cpu")
     target.model.to(device), drafter.to(device)
     return LLM.from_parts(target, drafter, k, EngineConfig(**{"block_size": 4, "max_num_seqs": 8, **engine}))
+
+
+def sized_llm(
+    shape: str, k: int, *, parallel: bool = True, context: int = 1024, vocab_size: int = 96, **engine: Any
+) -> LLM:
+    """An engine of one of `SHAPES` on the GPU, in bfloat16: a random target of three layers, a random head of two."""
+    sizes = {**SHAPES[shape], "max_position_embeddings": context, "vocab_size": vocab_size}
+    spec = tiny_spec(num_layers=3, rope=RopeSpec(theta=1e4, head_dim=sizes["head_dim"]), **sizes)
+    model = TargetModel(spec).eval().requires_grad_(False)
+    random_weights(model, 3)
+    target = Target("tiny", Path("tiny"), spec, model.to("cuda", torch.bfloat16), tiny_tokenizer())
+    head = new_drafter(
+        target.model, num_layers=2, tap_ids=(0, 1, 3), mask_token_id=95 if parallel else None, seed=4, target_init=False
+    )  # fmt: skip
+    head = head.to("cuda", torch.bfloat16).eval().requires_grad_(False)
+    return LLM.from_parts(target, head, k, EngineConfig(**engine))
+
+
+def expect_triton(llm: LLM, *, captured: bool = True) -> None:
+    """Target and head attend by Triton's kernels, in decode steps and over prompts, and both can be graphs: a model
+    whose heads have 8 dims falls back to torch without a word."""
+    core, step = llm.core, llm.core._speculative
+    assert llm.drafter is not None
+    tables = np.zeros((1, 1), dtype=np.int64)
+    host, tables_BN = HostShape(np.array([4]), np.array([4]), tables), torch.from_numpy(tables).to(core.device)
+    for sizes in (llm.target.spec, llm.drafter.config):
+        decode = step._plan(tables_BN, 4, None, sizes)
+        assert isinstance(decode, DecodePlan)
+        assert decode.triton
+        assert isinstance(step._plan(tables_BN, None, host, sizes), TilePlan)
+    assert core._graphs is not None
+    assert core._graphs._enabled == captured
+    assert (core._prompt_graphs is not None) == captured
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
