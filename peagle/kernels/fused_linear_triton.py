@@ -223,31 +223,13 @@ def _launch(
     tile = tile_of(rows, inputs, outputs, x_RI.dtype)
     with torch.cuda.device_of(x_RI):
         _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, TILE_ROWS))](
-            out_RO,
-            x_RI,
-            x_RI if norm_H is None else norm_H,
-            weight_OI,
-            x_RI if bias_O is None else bias_O,
-            residual,
-            rows,
-            x_RI.stride(0),
-            weight_OI.stride(0),
-            residual.stride(0),
-            eps,
-            IN=inputs,
-            OUT=outputs,
-            ROWS=TILE_ROWS,
-            COLUMNS=tile.columns,
-            SLICES=tile.slices,
-            STEP=tile.step,
-            STAGES=tile.stages,
-            NORM=norm_H is not None,
-            NORM_FIRST=norm_H is not None and x_RI.dtype == torch.float16,
-            BIAS=bias_O is not None,
-            ADD=residual_RO is not None,
-            num_warps=tile.slices,
+            out_RO, x_RI, x_RI if norm_H is None else norm_H, weight_OI, x_RI if bias_O is None else bias_O, residual,
+            rows, x_RI.stride(0), weight_OI.stride(0), residual.stride(0), eps,
+            IN=inputs, OUT=outputs, ROWS=TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step,
+            STAGES=tile.stages, NORM=norm_H is not None, NORM_FIRST=norm_H is not None and x_RI.dtype == torch.float16,
+            BIAS=bias_O is not None, ADD=residual_RO is not None, num_warps=tile.slices,
             enable_fp_fusion=False,  # torch rounds each product before the sum
-        )
+        )  # fmt: skip
     return out_RO
 
 
