@@ -175,7 +175,7 @@ def _gated_linear_tile(out_RF: tl.tensor, x_RH: tl.tensor, norm_H: tl.tensor, we
 
 
 def norm_gated_linear_triton(
-    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None = None
 ) -> Tensor:
     """The Triton form of `norm_gated_linear`. Rows of x and of the weight may be strided, their elements not."""
     (rows, inputs), outputs = x_RH.shape, weight_GH.shape[0] // 2
@@ -194,7 +194,9 @@ def norm_gated_linear_triton(
     return out_RF
 
 
-def norm_linear_triton(x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None) -> Tensor:
+def norm_linear_triton(
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None = None
+) -> Tensor:
     """The Triton form of `norm_linear`. Rows of x and of the weight may be strided, their elements not."""
     return _launch(x_RH, weight_OH, bias_O, norm_H=norm_H, eps=eps)
 

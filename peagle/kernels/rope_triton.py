@@ -90,7 +90,7 @@ def _rotate_heads(
 
 
 def rope_tables_triton(
-    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float
+    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The Triton form of `rope_tables`."""
     rows, half, device = positions_R.shape[0], inv_freq.shape[0], positions_R.device
