@@ -66,13 +66,7 @@ class RowResult(NamedTuple):
 
 
 def draft_loss(
-    logits_CU: Tensor,
-    scale_C: Tensor,
-    labels: Labels,
-    mix: LossMix,
-    *,
-    want_grad: bool = True,
-    backend: str = "auto",
+    logits_CU: Tensor, scale_C: Tensor, labels: Labels, mix: LossMix, *, want_grad: bool = True, backend: str = "auto"
 ) -> RowResult:
     """Loss and argmax of each row; `logits_CU` becomes the gradient of sum scale_C * loss_C in it if that is wanted.
 

@@ -25,13 +25,7 @@ def prefers_fused(rows: int, weight_OI: Tensor) -> bool:
 
 
 def norm_linear(
-    x_RH: Tensor,
-    norm_H: Tensor,
-    eps: float,
-    weight_OH: Tensor,
-    bias_O: Tensor | None = None,
-    *,
-    backend: str = "auto",
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
     """RMSNorm(x) W^T + b, [R, O].
 
@@ -48,13 +42,7 @@ def norm_linear(
 
 
 def norm_gated_linear(
-    x_RH: Tensor,
-    norm_H: Tensor,
-    eps: float,
-    weight_GH: Tensor,
-    bias_G: Tensor | None = None,
-    *,
-    backend: str = "auto",
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
     """silu(gate) * up, [R, F], of gate and up side by side in RMSNorm(x) W^T + b, G = 2 F. Rounding and `backend` as in
     `norm_linear`."""
