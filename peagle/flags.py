@@ -22,12 +22,7 @@ Model = Annotated[
 
 
 def with_flags(
-    config_class: type,
-    panels: Panels,
-    aliases: Names = _NONE,
-    *,
-    metavars: Names = _NONE,
-    parameter: str = "config",
+    config_class: type, panels: Panels, aliases: Names = _NONE, *, metavars: Names = _NONE, parameter: str = "config"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb one flag per field of `config_class` in `panels`, in place of `parameter`.
 

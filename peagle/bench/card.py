@@ -8,13 +8,7 @@ from typing import Any
 from peagle.bench.eval_rows import CardRow, GroupRow
 from peagle.bench.groups import unpack_requests
 from peagle.bench.report import read_result
-from peagle.bench.statistics import (
-    FEWEST_REQUESTS,
-    LEVEL,
-    Interval,
-    acceptance_length_interval,
-    ratio_difference,
-)
+from peagle.bench.statistics import FEWEST_REQUESTS, LEVEL, Interval, acceptance_length_interval, ratio_difference
 from peagle.errors import PeagleError
 
 CARD_NAME = "acceptance.json"

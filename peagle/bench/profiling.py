@@ -133,12 +133,7 @@ def _print(measured: Measured, title: str, num_drafts: int, console: Console) ->
 
 
 def measure(
-    llm: LLM,
-    num_drafts: int,
-    config: ProfileConfig,
-    length: int,
-    dtype: torch.dtype,
-    trace: Path | None,
+    llm: LLM, num_drafts: int, config: ProfileConfig, length: int, dtype: torch.dtype, trace: Path | None
 ) -> tuple[Window, Profile, StepCost]:
     """Steps of `config.concurrency` random greedy requests, timed and then profiled."""
     spec, drafter = llm.target.spec, llm.drafter

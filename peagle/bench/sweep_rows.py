@@ -6,10 +6,10 @@ or slow for both cancels. A few prompts say little of others: with fewer than 8 
 repeats, of which a speed-up pairs those of the same number, and of one repeat there is none.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,12 +241,8 @@ def best_drafts(rows: Sequence[SweepRow], method: str) -> dict[int, int]:
             speeds.setdefault(row.concurrency, {}).setdefault(setup, {})[row.dataset] = row.tokens_per_second
     best = {}
     for concurrency, of in sorted(speeds.items()):
-        whole = {setup.num_drafts: _mean(by_set) for setup, by_set in of.items() if set(by_set) == datasets}
+        of_all = {setup.num_drafts: by_set.values() for setup, by_set in of.items() if set(by_set) == datasets}
+        whole = {k: geometric_mean(by_set) for k, by_set in of_all.items()}
         if any(whole):  # some K above 0
             best[concurrency] = max(whole, key=lambda k: (whole[k], -k))
     return best
-
-
-def _mean(by_set: Mapping[str, float]) -> float:
-    """Geometric mean."""
-    return math.exp(sum(map(math.log, by_set.values())) / len(by_set))

@@ -203,11 +203,7 @@ def _tables(target: TargetModel, d2t: Tensor) -> _Tables:
 
 
 def _borrow(
-    tensors: Mapping[str, Tensor],
-    config: DrafterConfig,
-    target: TargetModel | None,
-    raw: Mapping[str, Any],
-    where: str,
+    tensors: Mapping[str, Tensor], config: DrafterConfig, target: TargetModel | None, raw: Mapping[str, Any], where: str
 ) -> dict[str, Tensor]:
     """The target's tables for those the head does not store. Raises PeagleError when there is no target to ask."""
     missing = [name for name in (layout.EMBED, layout.LM_HEAD) if name not in tensors]

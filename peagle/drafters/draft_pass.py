@@ -96,12 +96,7 @@ class DraftPass:
         return stream_RH if sampled is not None else stream_RH[layout.sample_rows]
 
     def _from_target_rows(
-        self,
-        mask: ProjectedMask,
-        layout: DraftLayout,
-        features_TH: Tensor,
-        attend: Attend,
-        sampled: SampledRows | None,
+        self, mask: ProjectedMask, layout: DraftLayout, features_TH: Tensor, attend: Attend, sampled: SampledRows | None
     ) -> Tensor:
         """The stream with the fusion layer's projections of target rows only."""
         drafter = self.drafter

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peagle.errors import PeagleError
-from peagle.models.layers import (
-    Attend,
-    Attention,
-    DecoderLayer,
-    RMSNorm,
-    Rope,
-    RopeSpec,
-    SwiGLU,
-    project,
-)
+from peagle.models.layers import Attend, Attention, DecoderLayer, RMSNorm, Rope, RopeSpec, SwiGLU, project
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Hugging Face's names of a layer's attention
 

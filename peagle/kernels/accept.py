@@ -26,7 +26,6 @@ def accept(
     """
     if not use_triton(backend, drafts_BK.device):
         return emit_ref(target_tokens_BV, accept_ref(target_tokens_BV, drafts_BK), slot_B)
-    # Imported late: triton is not installed everywhere.
     from peagle.kernels.accept_triton import accept_triton
 
     return accept_triton(target_tokens_BV, drafts_BK, slot_B)

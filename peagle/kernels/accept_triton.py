@@ -47,17 +47,9 @@ def accept_triton(target_tokens_BV: Tensor, drafts_BK: Tensor, slot_B: Tensor | 
     emitted_BV = torch.empty((batch, width), dtype=torch.int64, device=device)
     with torch.cuda.device_of(target_tokens_BV):
         _accept_request[(batch,)](
-            count_B,
-            emitted_BV,
-            next_token_B,
-            target_tokens_BV,
-            drafts_BK,
+            count_B, emitted_BV, next_token_B, target_tokens_BV, drafts_BK,
             target_tokens_BV if slot_B is None else slot_B,  # not read without padding
-            target_tokens_BV.stride(0),
-            drafts_BK.stride(0),
-            DRAFTS=width - 1,
-            COLUMNS=triton.next_power_of_2(width),
-            PADDED=slot_B is not None,
-            num_warps=1,
-        )
+            target_tokens_BV.stride(0), drafts_BK.stride(0),
+            DRAFTS=width - 1, COLUMNS=triton.next_power_of_2(width), PADDED=slot_B is not None, num_warps=1,
+        )  # fmt: skip
     return Accepted(count_B, emitted_BV, next_token_B)

@@ -1,4 +1,4 @@
-"""Which form of an operation runs: torch, or Triton."""
+"""Which form of an operation runs: torch, or Triton, imported where it is called as it is not installed everywhere."""
 
 import os
 from functools import cache

@@ -28,7 +28,6 @@ def commit(
     """
     form = commit_ref
     if use_triton(backend, slot_B.device):
-        # Imported late: triton is not installed everywhere.
         from peagle.kernels.commit_triton import commit_triton as form
     return form(slots, slot_B, first_B, kept_B, next_token_B, emitted_BV, count_B, drafts_BK)
 

@@ -60,20 +60,8 @@ def commit_triton(
     out_BW = torch.empty((batch, emitted + 1), dtype=torch.int64, device=slot_B.device)
     with torch.cuda.device_of(slot_B):
         _commit_request[(batch,)](
-            out_BW,
-            *slots[:3],
-            slot_B,
-            first_B,
-            kept_B,
-            next_token_B,
-            emitted_BV,
-            count_B,
-            drafts_BK,
-            slots.drafts_SK.stride(0),
-            drafts_BK.stride(0),
-            EMITTED=emitted,
-            DRAFTS=drafts,
-            COLUMNS=triton.next_power_of_2(max(emitted, drafts)),
-            num_warps=1,
-        )
+            out_BW, *slots[:3], slot_B, first_B, kept_B, next_token_B, emitted_BV, count_B, drafts_BK,
+            slots.drafts_SK.stride(0), drafts_BK.stride(0),
+            EMITTED=emitted, DRAFTS=drafts, COLUMNS=triton.next_power_of_2(max(emitted, drafts)), num_warps=1,
+        )  # fmt: skip
     return out_BW

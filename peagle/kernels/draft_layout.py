@@ -52,12 +52,10 @@ def kv_slots(
     backend: str = "auto",
 ) -> Tensor:
     """KV slot of each (request, position), int64 [R]; -1 at or beyond `limit` positions."""
-    if not use_triton(backend, positions_R.device):
-        return kv_slots_ref(block_tables_BN, request_R, positions_R, block_size, limit)
-    # Imported late: triton is not installed everywhere.
-    from peagle.kernels.draft_layout_triton import kv_slots_triton
-
-    return kv_slots_triton(block_tables_BN, request_R, positions_R, block_size, limit)
+    form = kv_slots_ref
+    if use_triton(backend, positions_R.device):
+        from peagle.kernels.draft_layout_triton import kv_slots_triton as form
+    return form(block_tables_BN, request_R, positions_R, block_size, limit)
 
 
 def draft_layout(

@@ -149,32 +149,14 @@ def draft_layout_triton(
     tile = _FEW_ROWS if rows <= _FEW_ROWS * batch else _MANY_ROWS
     with torch.cuda.device_of(target_ids_T):
         _lay_out_request[(batch,)](
-            layout.input_ids,
-            layout.positions,
-            layout.last_keys,
-            layout.is_rejected,
-            layout.is_masked,
-            layout.sample_rows,
-            layout.source_rows,
-            layout.slots,
-            layout.next_ids,
-            target_ids_T,
-            target_positions_T,
-            next_tokens_B,
-            query_start_B1,
-            query_end_B,
+            layout.input_ids, layout.positions, layout.last_keys, layout.is_rejected, layout.is_masked,
+            layout.sample_rows, layout.source_rows, layout.slots, layout.next_ids, target_ids_T, target_positions_T,
+            next_tokens_B, query_start_B1, query_end_B,
             query_start_B1 if slot_B is None else slot_B,  # not read without padding
-            block_tables_BN,
-            block_tables_BN.stride(0),
-            sizes.mask_token_id,
-            sizes.max_model_len,
-            DRAFTS=sizes.num_drafts,
-            DRAFTS_P2=triton.next_power_of_2(sizes.num_drafts),
-            BLOCK_SIZE=sizes.block_size,
-            PADDED=slot_B is not None,
-            TILE=tile,
-            num_warps=max(1, tile // 128),
-        )
+            block_tables_BN, block_tables_BN.stride(0), sizes.mask_token_id, sizes.max_model_len,
+            DRAFTS=sizes.num_drafts, DRAFTS_P2=triton.next_power_of_2(sizes.num_drafts), BLOCK_SIZE=sizes.block_size,
+            PADDED=slot_B is not None, TILE=tile, num_warps=max(1, tile // 128),
+        )  # fmt: skip
     return layout
 
 
@@ -186,15 +168,7 @@ def kv_slots_triton(
     slots_R = torch.empty(rows, dtype=torch.int64, device=positions_R.device)
     with torch.cuda.device_of(positions_R):
         _slots_of_rows[(triton.cdiv(rows, tile),)](
-            slots_R,
-            block_tables_BN,
-            request_R,
-            positions_R,
-            rows,
-            block_tables_BN.stride(0),
-            limit,
-            BLOCK_SIZE=block_size,
-            TILE=tile,
-            num_warps=1,
-        )
+            slots_R, block_tables_BN, request_R, positions_R, rows, block_tables_BN.stride(0), limit,
+            BLOCK_SIZE=block_size, TILE=tile, num_warps=1,
+        )  # fmt: skip
     return slots_R

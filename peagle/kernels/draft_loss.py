@@ -66,34 +66,25 @@ class RowResult(NamedTuple):
 
 
 def draft_loss(
-    logits_CU: Tensor,
-    scale_C: Tensor,
-    labels: Labels,
-    mix: LossMix,
-    *,
-    want_grad: bool = True,
-    backend: str = "auto",
+    logits_CU: Tensor, scale_C: Tensor, labels: Labels, mix: LossMix, *, want_grad: bool = True, backend: str = "auto"
 ) -> RowResult:
     """Loss and argmax of each row; `logits_CU` becomes the gradient of sum scale_C * loss_C in it if that is wanted.
 
     A row of scale 0 may hold anything, NaN included: its loss is 0, its gradient exactly 0, its argmax -1. `backend`
     "auto" is Triton on CUDA, "torch" turns it off.
     """
-    if not _use_triton(logits_CU, backend):
-        return draft_loss_ref(logits_CU, scale_C, labels, mix, want_grad=want_grad)
-    # Imported late: triton is not installed everywhere.
-    from peagle.kernels.draft_loss_triton import draft_loss_triton
-
-    return draft_loss_triton(logits_CU, scale_C, labels, mix, want_grad=want_grad)
+    form = draft_loss_ref
+    if _use_triton(logits_CU, backend):
+        from peagle.kernels.draft_loss_triton import draft_loss_triton as form
+    return form(logits_CU, scale_C, labels, mix, want_grad=want_grad)
 
 
 def row_summary(logits_TU: Tensor, *, backend: str = "auto") -> RowSummary:
     """Log-sum-exp, argmax and entropy of every row in one reading of the logits. `backend` as in `draft_loss`."""
-    if not _use_triton(logits_TU, backend):
-        return row_summary_ref(logits_TU)
-    from peagle.kernels.draft_loss_triton import row_summary_triton
-
-    return row_summary_triton(logits_TU)
+    form = row_summary_ref
+    if _use_triton(logits_TU, backend):
+        from peagle.kernels.draft_loss_triton import row_summary_triton as form
+    return form(logits_TU)
 
 
 def draft_loss_ref(

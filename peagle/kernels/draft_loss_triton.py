@@ -235,23 +235,11 @@ def draft_loss_triton(
     block, warps = _launch_sizes(vocab)
     with torch.cuda.device_of(logits_CU):
         _draft_loss_row[(rows,)](
-            result.loss_C,
-            result.top_C,
-            logits_CU,
-            scale_C,
-            token_C,
-            label_TU,
-            label_lse_T,
-            logits_CU.stride(0),
-            label_TU.stride(0),
-            mix.tv_weight,
-            VOCAB=vocab,
-            BLOCK=block,
-            SOFT=not isinstance(labels, HardLabels),
-            TV=mix.tv_weight != 0,
-            GRAD=want_grad,
+            result.loss_C, result.top_C, logits_CU, scale_C, token_C, label_TU, label_lse_T, logits_CU.stride(0),
+            label_TU.stride(0), mix.tv_weight,
+            VOCAB=vocab, BLOCK=block, SOFT=not isinstance(labels, HardLabels), TV=mix.tv_weight != 0, GRAD=want_grad,
             num_warps=warps,
-        )
+        )  # fmt: skip
     return result
 
 

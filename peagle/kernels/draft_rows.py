@@ -26,12 +26,10 @@ def draft_rows(
     rows take those of `mask`; dead rows are zero. All of one dtype. `mask` None: no row is masked. `backend` "auto" is
     Triton on CUDA.
     """
-    if not use_triton(backend, features_TH.device):
-        return draft_rows_ref(layout, features_TH, table_VH, mask)
-    # Imported late: triton is not installed everywhere.
-    from peagle.kernels.draft_rows_triton import draft_rows_triton
-
-    return draft_rows_triton(layout, features_TH, table_VH, mask)
+    form = draft_rows_ref
+    if use_triton(backend, features_TH.device):
+        from peagle.kernels.draft_rows_triton import draft_rows_triton as form
+    return form(layout, features_TH, table_VH, mask)
 
 
 def draft_rows_ref(

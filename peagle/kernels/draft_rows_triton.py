@@ -55,18 +55,9 @@ def draft_rows_triton(
     part = min(triton.next_power_of_2(hidden), _MAX_PART)
     with torch.cuda.device_of(table_VH):
         _copy_row[(rows, triton.cdiv(hidden, part))](
-            embeds_RH,
-            features_RH,
-            layout.input_ids,
-            layout.source_rows,
-            layout.is_masked,
-            features_TH,
-            table_VH,
+            embeds_RH, features_RH, layout.input_ids, layout.source_rows, layout.is_masked, features_TH, table_VH,
             table_VH if mask is None else mask.embed_H,  # not read without mask rows
             table_VH if mask is None else mask.feature_H,
-            HIDDEN=hidden,
-            MASKED=mask is not None,
-            PART=part,
-            num_warps=max(1, min(part // 256, 8)),
-        )
+            HIDDEN=hidden, MASKED=mask is not None, PART=part, num_warps=max(1, min(part // 256, 8)),
+        )  # fmt: skip
     return embeds_RH, features_RH

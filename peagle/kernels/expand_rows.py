@@ -15,12 +15,10 @@ def expand_rows(
     A row takes the row of `x` of its target row, a mask row takes `mask`, a dead row is zero. `backend` "auto" is
     Triton on CUDA.
     """
-    if not use_triton(backend, x_TX.device):
-        return expand_rows_ref(layout, x_TX, mask_X, rows_U)
-    # Imported late: triton is not installed everywhere.
-    from peagle.kernels.expand_rows_triton import expand_rows_triton
-
-    return expand_rows_triton(layout, x_TX, mask_X, rows_U)
+    form = expand_rows_ref
+    if use_triton(backend, x_TX.device):
+        from peagle.kernels.expand_rows_triton import expand_rows_triton as form
+    return form(layout, x_TX, mask_X, rows_U)
 
 
 def expand_rows_ref(layout: DraftLayout, x_TX: Tensor, mask_X: Tensor, rows_U: Tensor | None = None) -> Tensor:

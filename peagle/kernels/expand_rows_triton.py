@@ -44,16 +44,9 @@ def expand_rows_triton(layout: DraftLayout, x_TX: Tensor, mask_X: Tensor, rows_U
     part = min(triton.next_power_of_2(size), _MAX_PART)
     with torch.cuda.device_of(x_TX):
         _expand_row[(rows, triton.cdiv(size, part))](
-            out_UX,
-            x_TX,
-            mask_X,
-            layout.source_rows,
-            layout.is_masked,
+            out_UX, x_TX, mask_X, layout.source_rows, layout.is_masked,
             layout.source_rows if rows_U is None else rows_U,  # not read without a choice
             x_TX.stride(0),
-            SIZE=size,
-            CHOSEN=rows_U is not None,
-            PART=part,
-            num_warps=max(1, min(part // 256, 8)),
-        )
+            SIZE=size, CHOSEN=rows_U is not None, PART=part, num_warps=max(1, min(part // 256, 8)),
+        )  # fmt: skip
     return out_UX

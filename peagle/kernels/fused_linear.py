@@ -25,13 +25,7 @@ def prefers_fused(rows: int, weight_OI: Tensor) -> bool:
 
 
 def norm_linear(
-    x_RH: Tensor,
-    norm_H: Tensor,
-    eps: float,
-    weight_OH: Tensor,
-    bias_O: Tensor | None = None,
-    *,
-    backend: str = "auto",
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
     """RMSNorm(x) W^T + b, [R, O].
 
@@ -41,41 +35,31 @@ def norm_linear(
     `backend` "auto" is Triton on CUDA where no gradient is recorded and `prefers_fused` says so; "triton" takes any
     number of rows.
     """
+    form = norm_linear_ref
     if _use_triton(backend, x_RH, weight_OH):
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.fused_linear_triton import norm_linear_triton
-
-        return norm_linear_triton(x_RH, norm_H, eps, weight_OH, bias_O)
-    return norm_linear_ref(x_RH, norm_H, eps, weight_OH, bias_O)
+        from peagle.kernels.fused_linear_triton import norm_linear_triton as form
+    return form(x_RH, norm_H, eps, weight_OH, bias_O)
 
 
 def norm_gated_linear(
-    x_RH: Tensor,
-    norm_H: Tensor,
-    eps: float,
-    weight_GH: Tensor,
-    bias_G: Tensor | None = None,
-    *,
-    backend: str = "auto",
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
     """silu(gate) * up, [R, F], of gate and up side by side in RMSNorm(x) W^T + b, G = 2 F. Rounding and `backend` as in
     `norm_linear`."""
+    form = norm_gated_linear_ref
     if _use_triton(backend, x_RH, weight_GH):
-        from peagle.kernels.fused_linear_triton import norm_gated_linear_triton
-
-        return norm_gated_linear_triton(x_RH, norm_H, eps, weight_GH, bias_G)
-    return norm_gated_linear_ref(x_RH, norm_H, eps, weight_GH, bias_G)
+        from peagle.kernels.fused_linear_triton import norm_gated_linear_triton as form
+    return form(x_RH, norm_H, eps, weight_GH, bias_G)
 
 
 def linear_add(
     x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_RO: Tensor, *, backend: str = "auto"
 ) -> Tensor:
     """residual + (x W^T + b), [R, O], a new tensor: the residual may be a tap. `backend` as in `norm_linear`."""
+    form = linear_add_ref
     if _use_triton(backend, x_RI, weight_OI):
-        from peagle.kernels.fused_linear_triton import linear_add_triton
-
-        return linear_add_triton(x_RI, weight_OI, bias_O, residual_RO)
-    return linear_add_ref(x_RI, weight_OI, bias_O, residual_RO)
+        from peagle.kernels.fused_linear_triton import linear_add_triton as form
+    return form(x_RI, weight_OI, bias_O, residual_RO)
 
 
 def norm_linear_ref(

@@ -175,7 +175,7 @@ def _gated_linear_tile(out_RF: tl.tensor, x_RH: tl.tensor, norm_H: tl.tensor, we
 
 
 def norm_gated_linear_triton(
-    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_GH: Tensor, bias_G: Tensor | None = None
 ) -> Tensor:
     """The Triton form of `norm_gated_linear`. Rows of x and of the weight may be strided, their elements not."""
     (rows, inputs), outputs = x_RH.shape, weight_GH.shape[0] // 2
@@ -194,7 +194,9 @@ def norm_gated_linear_triton(
     return out_RF
 
 
-def norm_linear_triton(x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None) -> Tensor:
+def norm_linear_triton(
+    x_RH: Tensor, norm_H: Tensor, eps: float, weight_OH: Tensor, bias_O: Tensor | None = None
+) -> Tensor:
     """The Triton form of `norm_linear`. Rows of x and of the weight may be strided, their elements not."""
     return _launch(x_RH, weight_OH, bias_O, norm_H=norm_H, eps=eps)
 
@@ -223,31 +225,13 @@ def _launch(
     tile = tile_of(rows, inputs, outputs, x_RI.dtype)
     with torch.cuda.device_of(x_RI):
         _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, TILE_ROWS))](
-            out_RO,
-            x_RI,
-            x_RI if norm_H is None else norm_H,
-            weight_OI,
-            x_RI if bias_O is None else bias_O,
-            residual,
-            rows,
-            x_RI.stride(0),
-            weight_OI.stride(0),
-            residual.stride(0),
-            eps,
-            IN=inputs,
-            OUT=outputs,
-            ROWS=TILE_ROWS,
-            COLUMNS=tile.columns,
-            SLICES=tile.slices,
-            STEP=tile.step,
-            STAGES=tile.stages,
-            NORM=norm_H is not None,
-            NORM_FIRST=norm_H is not None and x_RI.dtype == torch.float16,
-            BIAS=bias_O is not None,
-            ADD=residual_RO is not None,
-            num_warps=tile.slices,
+            out_RO, x_RI, x_RI if norm_H is None else norm_H, weight_OI, x_RI if bias_O is None else bias_O, residual,
+            rows, x_RI.stride(0), weight_OI.stride(0), residual.stride(0), eps,
+            IN=inputs, OUT=outputs, ROWS=TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step,
+            STAGES=tile.stages, NORM=norm_H is not None, NORM_FIRST=norm_H is not None and x_RI.dtype == torch.float16,
+            BIAS=bias_O is not None, ADD=residual_RO is not None, num_warps=tile.slices,
             enable_fp_fusion=False,  # torch rounds each product before the sum
-        )
+        )  # fmt: skip
     return out_RO
 
 

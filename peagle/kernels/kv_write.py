@@ -23,7 +23,6 @@ def kv_write(
         kv_write_ref(key_cache_MSD, slots_R, keys_RMD)
         kv_write_ref(value_cache_MSD, slots_R, values_RMD)
         return
-    # Imported late: triton is not installed everywhere.
     from peagle.kernels.kv_write_triton import kv_write_triton
 
     kv_write_triton(key_cache_MSD, value_cache_MSD, slots_R, keys_RMD, values_RMD)

@@ -46,18 +46,7 @@ def kv_write_triton(
     part = min(triton.next_power_of_2(kv_heads * head_dim), _MAX_PART)
     with torch.cuda.device_of(key_cache_MSD):
         _write_row[(rows, triton.cdiv(kv_heads * head_dim, part))](
-            key_cache_MSD,
-            value_cache_MSD,
-            slots_R,
-            keys_RMD,
-            values_RMD,
-            key_cache_MSD.stride(0),
-            keys_RMD.stride(0),
-            keys_RMD.stride(1),
-            values_RMD.stride(0),
-            values_RMD.stride(1),
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            PART=part,
-            num_warps=max(1, part // 256),
-        )
+            key_cache_MSD, value_cache_MSD, slots_R, keys_RMD, values_RMD, key_cache_MSD.stride(0), keys_RMD.stride(0),
+            keys_RMD.stride(1), values_RMD.stride(0), values_RMD.stride(1),
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, PART=part, num_warps=max(1, part // 256),
+        )  # fmt: skip

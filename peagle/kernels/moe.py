@@ -46,12 +46,10 @@ def moe(
     expert has as many rows that tiles are equally high, else up to the rounding of the sums. Packed matrices give the
     products of unpacked ones; on a GPU they are added up in another order.
     """
+    form = moe_ref
     if use_triton_for_inference(backend, x_RH.device):
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.moe_triton import moe_triton
-
-        return moe_triton(x_RH, logits_RE, experts, top_k=top_k, alpha=alpha, limit=limit)
-    return moe_ref(x_RH, logits_RE, experts, top_k=top_k, alpha=alpha, limit=limit)
+        from peagle.kernels.moe_triton import moe_triton as form
+    return form(x_RH, logits_RE, experts, top_k=top_k, alpha=alpha, limit=limit)
 
 
 def moe_ref(

@@ -44,7 +44,6 @@ def norm_qkv_rope(
     heads_fit = norms is None and cos_R1D.shape[-1] % LEAST_COLUMNS == 0  # a program's columns are all of one head
     few = backend == "triton" or prefers_fused(x_RH.shape[0], qkv.weight_OH)
     if heads_fit and few and use_triton_for_inference(backend, x_RH.device):
-        # Imported late: triton is not installed everywhere.
         from peagle.kernels.norm_qkv_rope_triton import norm_qkv_rope_triton
 
         return norm_qkv_rope_triton(x_RH, qkv, cos_R1D, sin_R1D, heads, key_cache_MSD, value_cache_MSD, slots_R)

@@ -101,33 +101,13 @@ def norm_qkv_rope_triton(
     tile = tile_of(rows, inputs, outputs, x_RH.dtype, within=head_dim)
     with torch.cuda.device_of(x_RH):
         _qkv_linear_tile[(outputs // tile.columns, triton.cdiv(rows, TILE_ROWS))](
-            q_RND,
-            x_RH,
-            qkv.norm_H,
-            weight_OH,
+            q_RND, x_RH, qkv.norm_H, weight_OH,
             x_RH if qkv.bias_O is None else qkv.bias_O,  # not read where there is none
-            cos_R1D,
-            sin_R1D,
-            key_cache_MSD,
-            value_cache_MSD,
-            slots_R,
-            rows,
-            x_RH.stride(0),
-            weight_OH.stride(0),
-            key_cache_MSD.stride(0),
-            qkv.eps,
-            IN=inputs,
-            QUERY_HEADS=heads,
-            KV_HEADS=key_cache_MSD.shape[0],
-            HALF=head_dim // 2,
-            ROWS=TILE_ROWS,
-            COLUMNS=tile.columns,
-            SLICES=tile.slices,
-            STEP=tile.step,
-            STAGES=tile.stages,
-            NORM_FIRST=x_RH.dtype == torch.float16,
-            BIAS=qkv.bias_O is not None,
-            num_warps=tile.slices,
+            cos_R1D, sin_R1D, key_cache_MSD, value_cache_MSD, slots_R, rows, x_RH.stride(0), weight_OH.stride(0),
+            key_cache_MSD.stride(0), qkv.eps,
+            IN=inputs, QUERY_HEADS=heads, KV_HEADS=key_cache_MSD.shape[0], HALF=head_dim // 2, ROWS=TILE_ROWS,
+            COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages,
+            NORM_FIRST=x_RH.dtype == torch.float16, BIAS=qkv.bias_O is not None, num_warps=tile.slices,
             enable_fp_fusion=False,  # torch rounds each product before the sum
-        )
+        )  # fmt: skip
     return q_RND

@@ -152,12 +152,10 @@ def num_chunks(keys: int) -> int:
 
 def paged_decode(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Tensor:
     """`paged_attention` for a `DecodePlan`, [R, N, D]."""
-    if not plan.triton:
-        return paged_decode_ref(q_RND, cache, plan)
-    # Imported late: triton is not installed everywhere.
-    from peagle.kernels.paged_decode_triton import paged_decode_triton
-
-    return paged_decode_triton(q_RND, cache, plan)
+    form = paged_decode_ref
+    if plan.triton:
+        from peagle.kernels.paged_decode_triton import paged_decode_triton as form
+    return form(q_RND, cache, plan)
 
 
 def paged_decode_ref(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Tensor:

@@ -66,12 +66,10 @@ class TokenHistory:
         Row b * (K + 1) + j belongs to request b and sees its drafts 0..j-1; K may be 0. A draft of -1 is none, and rows
         of slot -1, padding, keep their values. `backend` "auto" is Triton on CUDA.
         """
-        if not use_triton(backend, logits_UV.device):
-            return penalise_ref(self, logits_UV, slot_B, drafts_BK)
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.penalties_triton import penalise_triton
-
-        return penalise_triton(self, logits_UV, slot_B, drafts_BK)
+        form = penalise_ref
+        if use_triton(backend, logits_UV.device):
+            from peagle.kernels.penalties_triton import penalise_triton as form
+        return form(self, logits_UV, slot_B, drafts_BK)
 
     def add(self, slot_B: Tensor, emitted_BV: Tensor) -> None:
         """Count emitted tokens [B, up to K+1]; tokens of -1 and those of slot -1, padding, are not counted."""

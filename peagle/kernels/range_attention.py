@@ -130,7 +130,7 @@ def _forward(
     chain_hi_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Output [R, N, D] and what the backward pass needs beside it: log2 of each row's sum of exponentials [N, R]."""
-    from peagle.kernels.range_attention_triton import forward  # late: triton is not installed everywhere
+    from peagle.kernels.range_attention_triton import forward
 
     context = (context_k_PMD, context_v_PMD, context_lo_R, context_hi_R)
     return forward(q_RND, context, (chain_k_CMD, chain_v_CMD, chain_lo_R, chain_hi_R))

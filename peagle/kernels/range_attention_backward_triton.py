@@ -58,31 +58,12 @@ def backward_q(
     stats_NR2 = torch.empty((heads, rows, 2), dtype=torch.float32, device=q_RND.device)
     with torch.cuda.device_of(q_RND):
         _backward_q_kernel[(heads, triton.cdiv(rows, sizes.rows))](
-            dq_RND,
-            stats_NR2,
-            dout_RND,
-            out_RND.contiguous(),
-            lse_NR,
-            q_RND,
-            pack_source(context),
-            *context[2:],
-            pack_source(chain),
-            *chain[2:],
-            rows,
-            q_RND.stride(0),
-            q_RND.stride(1),
-            dout_RND.stride(0),
-            dout_RND.stride(1),
-            head_dim**-0.5,
-            head_dim**-0.5 * LOG2_E,
-            HAS_CHAIN=chain[0].shape[0] > 0,
-            GROUP=heads // context[0].shape[1],
-            HEAD_DIM=head_dim,
-            ROWS=sizes.rows,
-            KEYS=sizes.keys,
-            num_warps=sizes.warps,
-            num_stages=sizes.stages,
-        )
+            dq_RND, stats_NR2, dout_RND, out_RND.contiguous(), lse_NR, q_RND, pack_source(context), *context[2:],
+            pack_source(chain), *chain[2:], rows, q_RND.stride(0), q_RND.stride(1), dout_RND.stride(0),
+            dout_RND.stride(1), head_dim**-0.5, head_dim**-0.5 * LOG2_E,
+            HAS_CHAIN=chain[0].shape[0] > 0, GROUP=heads // context[0].shape[1], HEAD_DIM=head_dim, ROWS=sizes.rows,
+            KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages,
+        )  # fmt: skip
     return dq_RND, stats_NR2
 
 
@@ -102,40 +83,15 @@ def backward_kv(
     spans_B4 = torch.empty((blocks, 4), dtype=torch.int32, device=q_RND.device)
     with torch.cuda.device_of(q_RND):
         _row_spans_kernel[(blocks,)](
-            spans_B4,
-            source[2],
-            source[3],
-            rows,
-            num_keys,
-            ROWS=sizes.rows,
-            KEYS=sizes.keys,
-            SCANNED=_SCANNED_ROWS,
-            num_warps=8,
-        )
+            spans_B4, source[2], source[3], rows, num_keys,
+            ROWS=sizes.rows, KEYS=sizes.keys, SCANNED=_SCANNED_ROWS, num_warps=8,
+        )  # fmt: skip
         _backward_kv_kernel[(kv_heads, blocks)](
-            dk_SMD,
-            dv_SMD,
-            dout_RND,
-            stats_NR2,
-            q_RND,
-            pack_source(source),
-            *source[2:],
-            spans_B4,
-            rows,
-            num_keys,
-            q_RND.stride(0),
-            q_RND.stride(1),
-            dout_RND.stride(0),
-            dout_RND.stride(1),
-            head_dim**-0.5,
-            head_dim**-0.5 * LOG2_E,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            ROWS=sizes.rows,
-            KEYS=sizes.keys,
-            num_warps=sizes.warps,
-            num_stages=sizes.stages,
-        )
+            dk_SMD, dv_SMD, dout_RND, stats_NR2, q_RND, pack_source(source), *source[2:], spans_B4, rows, num_keys,
+            q_RND.stride(0), q_RND.stride(1), dout_RND.stride(0), dout_RND.stride(1), head_dim**-0.5,
+            head_dim**-0.5 * LOG2_E, GROUP=heads // kv_heads, HEAD_DIM=head_dim, ROWS=sizes.rows, KEYS=sizes.keys,
+            num_warps=sizes.warps, num_stages=sizes.stages,
+        )  # fmt: skip
     return dk_SMD, dv_SMD
 
 

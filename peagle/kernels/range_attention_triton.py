@@ -70,25 +70,11 @@ def forward(
     lse_NR = torch.empty((heads, rows), dtype=torch.float32, device=q_RND.device)
     with torch.cuda.device_of(q_RND):
         _forward_kernel[(heads, triton.cdiv(rows, sizes.rows))](
-            out_RND,
-            lse_NR,
-            q_RND,
-            pack_source(context),
-            *context[2:],
-            pack_source(chain),
-            *chain[2:],
-            rows,
-            q_RND.stride(0),
-            q_RND.stride(1),
-            head_dim**-0.5 * LOG2_E,
-            HAS_CHAIN=chain[0].shape[0] > 0,
-            GROUP=heads // context[0].shape[1],
-            HEAD_DIM=head_dim,
-            ROWS=sizes.rows,
-            KEYS=sizes.keys,
-            num_warps=sizes.warps,
-            num_stages=sizes.stages,
-        )
+            out_RND, lse_NR, q_RND, pack_source(context), *context[2:], pack_source(chain), *chain[2:], rows,
+            q_RND.stride(0), q_RND.stride(1), head_dim**-0.5 * LOG2_E,
+            HAS_CHAIN=chain[0].shape[0] > 0, GROUP=heads // context[0].shape[1], HEAD_DIM=head_dim, ROWS=sizes.rows,
+            KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages,
+        )  # fmt: skip
     return out_RND, lse_NR
 
 

@@ -11,12 +11,10 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, backend: str = "auto") 
 
     `backend` "auto" is Triton on CUDA where no gradient is recorded: the Triton form has none.
     """
+    form = rms_norm_ref
     if use_triton_for_inference(backend, x.device):
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.rms_norm_triton import rms_norm_triton
-
-        return rms_norm_triton(x, weight_H, eps)
-    return rms_norm_ref(x, weight_H, eps)
+        from peagle.kernels.rms_norm_triton import rms_norm_triton as form
+    return form(x, weight_H, eps)
 
 
 def add_rms_norm(
@@ -26,11 +24,10 @@ def add_rms_norm(
 
     x may come as float32 parts [S, ..., H]: it is their sum, rounded to the residual's dtype.
     """
+    form = add_rms_norm_ref
     if use_triton_for_inference(backend, x.device):
-        from peagle.kernels.rms_norm_triton import add_rms_norm_triton
-
-        return add_rms_norm_triton(x, residual, weight_H, eps)
-    return add_rms_norm_ref(x, residual, weight_H, eps)
+        from peagle.kernels.rms_norm_triton import add_rms_norm_triton as form
+    return form(x, residual, weight_H, eps)
 
 
 def rms_norm_ref(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:

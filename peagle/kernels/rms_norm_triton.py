@@ -74,20 +74,8 @@ def _launch(
     block = triton.next_power_of_2(size)
     with torch.cuda.device_of(x_SRH):
         _norm_row[(rows,)](
-            out,
-            total,
-            x_SRH,
-            residual_RH,
-            weight_H,
-            x_SRH.stride(1),
-            residual_RH.stride(0),
-            x_SRH.stride(0),
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            ADD=add,
-            PARTS=parts,
-            EARLY=launches_early(x_SRH.device),
+            out, total, x_SRH, residual_RH, weight_H, x_SRH.stride(1), residual_RH.stride(0), x_SRH.stride(0), eps,
+            SIZE=size, BLOCK=block, ADD=add, PARTS=parts, EARLY=launches_early(x_SRH.device),
             num_warps=min(max(block // 512, 1), 8),
             enable_fp_fusion=False,  # torch rounds each product before the sum
-        )
+        )  # fmt: skip

@@ -28,12 +28,10 @@ def rope_tables(
 
     `inv_freq` [D/2] is float32. `backend` "auto" is Triton on CUDA where no gradient is recorded.
     """
+    form = rope_tables_ref
     if use_triton_for_inference(backend, positions_R.device):
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.rope_triton import rope_tables_triton
-
-        return rope_tables_triton(positions_R, inv_freq, dtype, scale)
-    return rope_tables_ref(positions_R, inv_freq, dtype, scale)
+        from peagle.kernels.rope_triton import rope_tables_triton as form
+    return form(positions_R, inv_freq, dtype, scale)
 
 
 def rope_qkv(
@@ -50,11 +48,10 @@ def rope_qkv(
 
     The Triton form works in place: it changes `qkv_RA`, and its outputs are views of it. `backend` as in `rope_tables`.
     """
+    form = rope_qkv_ref
     if use_triton_for_inference(backend, qkv_RA.device):
-        from peagle.kernels.rope_triton import rope_qkv_triton
-
-        return rope_qkv_triton(qkv_RA, cos_R1D, sin_R1D, heads, kv_heads, norms)
-    return rope_qkv_ref(qkv_RA, cos_R1D, sin_R1D, heads, kv_heads, norms)
+        from peagle.kernels.rope_triton import rope_qkv_triton as form
+    return form(qkv_RA, cos_R1D, sin_R1D, heads, kv_heads, norms)
 
 
 def apply_rope(x_RND: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:

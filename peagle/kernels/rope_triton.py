@@ -90,7 +90,7 @@ def _rotate_heads(
 
 
 def rope_tables_triton(
-    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float
+    positions_R: Tensor, inv_freq: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The Triton form of `rope_tables`."""
     rows, half, device = positions_R.shape[0], inv_freq.shape[0], positions_R.device
@@ -115,20 +115,10 @@ def rope_qkv_triton(
         weights = (cos_R1D, cos_R1D) if norms is None else (norms.q_D, norms.k_D)  # not read without norms
         with torch.cuda.device_of(qkv_RA):
             _rotate_heads[(rows, triton.cdiv(rotated, block_heads))](
-                qkv_RA,
-                cos_R1D,
-                sin_R1D,
-                *weights,
-                qkv_RA.stride(0),
-                norms.eps if norms else 0.0,
-                QUERY_HEADS=heads,
-                ROTATED_HEADS=rotated,
-                HALF=head_dim // 2,
-                HEADS=block_heads,
-                BLOCK=triton.next_power_of_2(head_dim // 2),
-                NORM=norms is not None,
-                num_warps=2,
+                qkv_RA, cos_R1D, sin_R1D, *weights, qkv_RA.stride(0), norms.eps if norms else 0.0,
+                QUERY_HEADS=heads, ROTATED_HEADS=rotated, HALF=head_dim // 2, HEADS=block_heads,
+                BLOCK=triton.next_power_of_2(head_dim // 2), NORM=norms is not None, num_warps=2,
                 enable_fp_fusion=False,  # torch rounds each product before the sum
-            )
+            )  # fmt: skip
     q, k, v = qkv_RA.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=-2)
     return q, k, v

@@ -24,12 +24,10 @@ def rope_write(
     The Triton form works in place: the queries are a view of `qkv_RA`, the keys in there stay as they were.
     `backend` "auto" is Triton on CUDA where no gradient is recorded.
     """
+    form = rope_write_ref
     if use_triton_for_inference(backend, qkv_RA.device):
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.rope_write_triton import rope_write_triton
-
-        return rope_write_triton(qkv_RA, cos_R1D, sin_R1D, heads, key_cache_MSD, value_cache_MSD, slots_R, norms)
-    return rope_write_ref(qkv_RA, cos_R1D, sin_R1D, heads, key_cache_MSD, value_cache_MSD, slots_R, norms)
+        from peagle.kernels.rope_write_triton import rope_write_triton as form
+    return form(qkv_RA, cos_R1D, sin_R1D, heads, key_cache_MSD, value_cache_MSD, slots_R, norms)
 
 
 def rope_write_ref(

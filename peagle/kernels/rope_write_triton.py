@@ -78,23 +78,10 @@ def rope_write_triton(
     if rows:
         with torch.cuda.device_of(qkv_RA):
             _rotate_and_write[(rows, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
-                qkv_RA,
-                cos_R1D,
-                sin_R1D,
-                *weights,
-                key_cache_MSD,
-                value_cache_MSD,
-                slots_R,
-                qkv_RA.stride(0),
-                key_cache_MSD.stride(0),
-                norms.eps if norms else 0.0,
-                QUERY_HEADS=heads,
-                KV_HEADS=kv_heads,
-                HALF=head_dim // 2,
-                HEADS=_HEADS,
-                BLOCK=triton.next_power_of_2(head_dim // 2),
-                NORM=norms is not None,
-                num_warps=2,
+                qkv_RA, cos_R1D, sin_R1D, *weights, key_cache_MSD, value_cache_MSD, slots_R, qkv_RA.stride(0),
+                key_cache_MSD.stride(0), norms.eps if norms else 0.0,
+                QUERY_HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HEADS=_HEADS,
+                BLOCK=triton.next_power_of_2(head_dim // 2), NORM=norms is not None, num_warps=2,
                 enable_fp_fusion=False,  # torch rounds each product before the sum
-            )
+            )  # fmt: skip
     return qkv_RA[:, : heads * head_dim].unflatten(-1, (heads, head_dim))

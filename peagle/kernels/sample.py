@@ -16,12 +16,10 @@ def sample(
     id. Greedy and drawn rows may mix; the first of equal maxima wins and a NaN beats every number, as in torch. float64
     is not what the kernels compute in: it goes to torch whatever the `backend`, which else is Triton on CUDA if "auto".
     """
-    if logits_RV.dtype == torch.float64 or not use_triton(backend, logits_RV.device):
-        return sample_ref(logits_RV, rows, token_ids_V)
-    # Imported late: triton is not installed everywhere.
-    from peagle.kernels.sample_triton import sample_triton
-
-    return sample_triton(logits_RV, rows, token_ids_V)
+    form = sample_ref
+    if logits_RV.dtype != torch.float64 and use_triton(backend, logits_RV.device):
+        from peagle.kernels.sample_triton import sample_triton as form
+    return form(logits_RV, rows, token_ids_V)
 
 
 def sample_ref(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tensor | None = None) -> Tensor:

@@ -192,33 +192,16 @@ def sample_triton(logits_RV: Tensor, rows: RowSampling | None, token_ids_V: Tens
     threshold_R = filter_threshold_triton(logits_RV, rows) if rows is not None and rows.filtered else None
     with torch.cuda.device_of(logits_RV):
         _scan_part[(count, parts)](
-            highest_RP,
-            best_RP,
-            logits_RV,
-            logits_RV.stride(0),
-            unread if rows is None else rows.temperature,
-            unread if rows is None else rows.seed,
-            unread if rows is None else rows.indices,
-            unread if token_ids_V is None else token_ids_V,
-            unread if threshold_R is None else threshold_R,
-            vocab,
-            part_blocks,
-            IN_DRAFT_VOCAB=token_ids_V is not None,
-            DRAWN=rows is not None,
-            FILTERED=threshold_R is not None,
-            BLOCK=block,
-            num_warps=max(1, block // 512),
-        )
+            highest_RP, best_RP, logits_RV, logits_RV.stride(0), unread if rows is None else rows.temperature,
+            unread if rows is None else rows.seed, unread if rows is None else rows.indices,
+            unread if token_ids_V is None else token_ids_V, unread if threshold_R is None else threshold_R, vocab,
+            part_blocks, IN_DRAFT_VOCAB=token_ids_V is not None, DRAWN=rows is not None,
+            FILTERED=threshold_R is not None, BLOCK=block, num_warps=max(1, block // 512),
+        )  # fmt: skip
         _best_of_row[(count,)](
-            token_R,
-            highest_RP,
-            best_RP,
-            unread if token_ids_V is None else token_ids_V,
-            parts,
-            IN_DRAFT_VOCAB=token_ids_V is not None,
-            PARTS_P2=triton.next_power_of_2(parts),
-            num_warps=1,
-        )
+            token_R, highest_RP, best_RP, unread if token_ids_V is None else token_ids_V, parts,
+            IN_DRAFT_VOCAB=token_ids_V is not None, PARTS_P2=triton.next_power_of_2(parts), num_warps=1,
+        )  # fmt: skip
     return token_R
 
 

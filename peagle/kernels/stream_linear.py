@@ -33,7 +33,6 @@ def stream_linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None,
     `INVARIANT` take any number of rows.
     """
     if _use_triton(backend, x_RI, weight_OI, cut=False):
-        # Imported late: triton is not installed everywhere.
         from peagle.kernels.stream_linear_triton import stream_linear_triton
 
         return stream_linear_triton(x_RI, weight_OI, bias_O)

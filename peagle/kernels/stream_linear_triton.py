@@ -117,28 +117,13 @@ def _launch(
     early = launches_early(x_RI.device)
     with torch.cuda.device_of(x_RI):
         _stream_tile[(triton.cdiv(weight_GI.shape[0], tile.columns), tile.cuts, triton.cdiv(rows, tile.rows))](
-            out,
-            x_RI,
-            weight_GI,
+            out, x_RI, weight_GI,
             x_RI if bias_G is None else bias_G,  # not read
-            rows,
-            x_RI.stride(0),
-            weight_GI.stride(0),
-            IN=inputs,
-            OUT=outputs,
-            CUT=cut,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            STEP=tile.step,
-            STAGES=tile.stages,
-            GATED=gated,
-            BIAS=bias_G is not None,
-            PARTS=parts,
-            WHOLE=inputs % tile.step == 0 and cut * tile.cuts == inputs,
-            EARLY=early,
-            num_warps=4,
+            rows, x_RI.stride(0), weight_GI.stride(0), IN=inputs, OUT=outputs, CUT=cut, ROWS=tile.rows,
+            COLUMNS=tile.columns, STEP=tile.step, STAGES=tile.stages, GATED=gated, BIAS=bias_G is not None, PARTS=parts,
+            WHOLE=inputs % tile.step == 0 and cut * tile.cuts == inputs, EARLY=early, num_warps=4,
             **({"launch_pdl": True} if early else {}),
-        )
+        )  # fmt: skip
     return out
 
 

@@ -11,12 +11,10 @@ def silu_mul(gate_up: Tensor, *, backend: str = "auto") -> Tensor:
 
     `backend` "auto" is Triton on CUDA where no gradient is recorded: the Triton form has none.
     """
+    form = silu_mul_ref
     if use_triton_for_inference(backend, gate_up.device):
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.swiglu_triton import silu_mul_triton
-
-        return silu_mul_triton(gate_up)
-    return silu_mul_ref(gate_up)
+        from peagle.kernels.swiglu_triton import silu_mul_triton as form
+    return form(gate_up)
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:

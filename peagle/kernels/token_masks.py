@@ -47,12 +47,10 @@ class TokenMasks:
         Rows are those of the requests in turn, as many for each; row j of a request obeys line j of its slot. Rows of
         slot -1, padding, keep their values. `backend` "auto" is Triton on CUDA.
         """
-        if not use_triton(backend, logits_UV.device):
-            return apply_masks_ref(self.bits_SRW, logits_UV, slot_B)
-        # Imported late: triton is not installed everywhere.
-        from peagle.kernels.token_masks_triton import apply_masks_triton
-
-        return apply_masks_triton(self.bits_SRW, logits_UV, slot_B)
+        form = apply_masks_ref
+        if use_triton(backend, logits_UV.device):
+            from peagle.kernels.token_masks_triton import apply_masks_triton as form
+        return form(self.bits_SRW, logits_UV, slot_B)
 
 
 def num_words(vocab_size: int) -> int:

@@ -43,7 +43,6 @@ def verify_rows(
     may be none. `backend` "auto" is Triton on CUDA."""
     form = verify_rows_ref
     if use_triton(backend, slot_B.device):
-        # Imported late: triton is not installed everywhere.
         from peagle.kernels.verify_rows_triton import verify_rows_triton as form
     return form(slots, slot_B, num_drafts, block_size, max_model_len)
 

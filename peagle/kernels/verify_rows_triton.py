@@ -85,18 +85,9 @@ def verify_rows_triton(
     part = min(triton.next_power_of_2(width), _MAX_PART)
     with torch.cuda.device_of(slot_B):
         _collect_request[(batch, triton.cdiv(width, part))](
-            *result,
-            slot_B,
-            *slots,
-            slots.last_token_S.shape[0] - 1,
-            max_model_len,
-            width,
-            slots.tables_SN.stride(0),
+            *result, slot_B, *slots, slots.last_token_S.shape[0] - 1, max_model_len, width, slots.tables_SN.stride(0),
             slots.drafts_SK.stride(0),
-            DRAFTS=num_drafts,
-            ROWS=triton.next_power_of_2(num_drafts + 1),
-            BLOCK_SIZE=block_size,
-            PART=part,
+            DRAFTS=num_drafts, ROWS=triton.next_power_of_2(num_drafts + 1), BLOCK_SIZE=block_size, PART=part,
             num_warps=max(1, part // 256),
-        )
+        )  # fmt: skip
     return result

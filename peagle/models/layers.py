@@ -425,13 +425,7 @@ class DecoderLayer(nn.Module):
         return x_RH, self.mlp.parts(normed_RH)
 
     def _attended(
-        self,
-        x_RH: Tensor,
-        normed_RH: Tensor,
-        cos_R1D: Tensor,
-        sin_R1D: Tensor,
-        attend: Attend,
-        rows_U: Tensor | None,
+        self, x_RH: Tensor, normed_RH: Tensor, cos_R1D: Tensor, sin_R1D: Tensor, attend: Attend, rows_U: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The stream after attention, and its norm."""
         attended = self.self_attn.parts(normed_RH, cos_R1D, sin_R1D, attend, rows_U)

@@ -30,23 +30,20 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "best_of": (1,), "prompt_logprobs": (), "min_tokens": (0,), "length_penalty": (1, 1.0),
         "use_beam_search": (False,), "truncate_prompt_tokens": (), "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "bad_words": ([],), "allowed_token_ids": (), "priority": (0,),
+        "spaces_between_special_tokens": (True,), "bad_words": ([],), "allowed_token_ids": (), "priority": (0,),
         "guided_decoding_backend": ("auto", "xgrammar"),
     }
 )  # fmt: skip
 _NOT_SUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (),
-        "prediction": (),
+        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
         "verbosity": (), "web_search_options": (), "chat_template": (), "documents": ([],), "echo": (False,),
         "mm_processor_kwargs": ({},),
     }
 )  # fmt: skip
 _SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
 )  # fmt: skip
 
 
@@ -170,11 +167,7 @@ class CompletionBody(GenerationBody):
 class Message(Body):
     """One turn of a conversation; the parts of its content are joined by line ends."""
 
-    not_supported = MappingProxyType(
-        {
-            "refusal": (), "audio": (), "function_call": (), "annotations": ([],),
-        }
-    )  # fmt: skip
+    not_supported = MappingProxyType({"refusal": (), "audio": (), "function_call": (), "annotations": ([],)})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -210,10 +203,8 @@ class Message(Body):
 
     def turn(self) -> dict[str, Any]:
         """The message as chat templates take it, most of which know no developer."""
-        turn: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
-        }
+        role = "system" if self.role == "developer" else self.role
+        turn: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
         turn |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key))}

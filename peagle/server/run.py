@@ -134,11 +134,10 @@ def run_server(
 def bind(host: str, port: int) -> Iterator[socket.socket]:
     """A socket bound to the address; PeagleError where that is not possible."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        first, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
         raise PeagleError(f"host {host!r} is not known ({one_line(error)}): give an address of this machine") from None
+    family, kind, _, _, address = first
     with socket.socket(family, kind) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with _explained(host, port):

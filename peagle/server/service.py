@@ -81,11 +81,7 @@ class Service:
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else subject) from error
 
     def render(
-        self,
-        messages: Sequence[Message],
-        body: TemplateBody,
-        tools: ToolUse | None = None,
-        effort: str | None = None,
+        self, messages: Sequence[Message], body: TemplateBody, tools: ToolUse | None = None, effort: str | None = None
     ) -> ChatText:
         """A conversation in the model's own template, which may know nothing of functions, or of an effort to think."""
         if effort is not None and not self.style.takes_effort:

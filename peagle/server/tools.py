@@ -163,10 +163,7 @@ class ToolUse:
         about = {} if function.description is None else {"description": function.description}
         if isinstance(self.dialect, Harmony):
             about.setdefault("description", "")  # its template has no other way
-        return {
-            "type": "function",
-            "function": {"name": function.name, **about, "parameters": function.accepts},
-        }
+        return {"type": "function", "function": {"name": function.name, **about, "parameters": function.accepts}}
 
 
 def _json(function: Function) -> dict[str, Any]:

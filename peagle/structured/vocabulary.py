@@ -140,11 +140,7 @@ def _token_info(tokenizer: "PreTrainedTokenizerFast", vocab_size: int, stop_ids:
             is_mapped = found.vocab_type == xgrammar.VocabType.BYTE_LEVEL  # then each character stands for a byte
             words[token] = f"ÿ{token}".encode() if is_mapped else b"\xff%d" % token
     return xgrammar.TokenizerInfo(
-        words,
-        found.vocab_type,
-        vocab_size=vocab_size,
-        stop_token_ids=stop_ids,
-        add_prefix_space=found.add_prefix_space,
+        words, found.vocab_type, vocab_size=vocab_size, stop_token_ids=stop_ids, add_prefix_space=found.add_prefix_space
     )
 
 

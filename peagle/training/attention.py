@@ -133,12 +133,7 @@ def causal_document_attend(doc_S: Tensor, backend: Backend) -> Attend:
     index_S = torch.arange(len(doc_S), device=doc_S.device)
     padding = torch.zeros_like(index_S)
     rows = Rows(
-        anchor_R=index_S,
-        depth_R=padding,
-        doc_R=doc_S,
-        position_R=index_S,
-        target_R=padding,
-        supervised_R=padding,
+        anchor_R=index_S, depth_R=padding, doc_R=doc_S, position_R=index_S, target_R=padding, supervised_R=padding
     )
 
     attention = RowAttention(rows, len(doc_S), slice(None), chains=False, windows=(None,), backend=backend)
@@ -146,10 +141,7 @@ def causal_document_attend(doc_S: Tensor, backend: Backend) -> Attend:
 
 
 def _flex(
-    q_QND: Tensor,
-    context: tuple[Tensor, Tensor],
-    chain: tuple[Tensor, Tensor] | tuple[None, None],
-    mask: BlockMask,
+    q_QND: Tensor, context: tuple[Tensor, Tensor], chain: tuple[Tensor, Tensor] | tuple[None, None], mask: BlockMask
 ) -> Tensor:
     if not q_QND.is_cuda and torch.is_grad_enabled() and q_QND.requires_grad:
         raise PeagleError("attention backend 'flex' has no gradients on the CPU: use 'reference' there")

@@ -271,11 +271,7 @@ def _matrix(entry: Mapping[str, Any], tokens: int, data: int) -> _Matrix:
 
 
 def open_features(
-    folder: Path,
-    target: Target,
-    data: str,
-    tap_ids: tuple[int, ...],
-    number_D: NDArray[np.int64],
+    folder: Path, target: Target, data: str, tap_ids: tuple[int, ...], number_D: NDArray[np.int64]
 ) -> ShardedFeatures:
     """The store at `folder` for a run on the documents with numbers `number_D` of the data set with the hash `data`.
 

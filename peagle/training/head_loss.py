@@ -148,13 +148,7 @@ class HeadLoss:
 
     @torch.no_grad()
     def __call__(
-        self,
-        hidden_XH: Tensor,
-        target_hidden_PH: Tensor,
-        labels_P: Tensor,
-        loss_rows: LossRows,
-        *,
-        want_grad: bool,
+        self, hidden_XH: Tensor, target_hidden_PH: Tensor, labels_P: Tensor, loss_rows: LossRows, *, want_grad: bool
     ) -> RowLoss:
         """Charge `loss_rows` of the draft's final hidden states against the target's.
 

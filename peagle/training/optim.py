@@ -241,11 +241,7 @@ def set_learning_rate(optimizers: Iterable[MasterOptimizer], factor: float) -> N
 
 
 def build_optimizers(
-    drafter: nn.Module,
-    lr_muon: float,
-    lr_adamw: float,
-    kind: OptimizerKind,
-    own: "Mapping[str, OwnRows] | None" = None,
+    drafter: nn.Module, lr_muon: float, lr_adamw: float, kind: OptimizerKind, own: "Mapping[str, OwnRows] | None" = None
 ) -> list[MasterOptimizer]:
     """Optimisers for the parameters of a drafter that require gradients; build them on the final device.
 

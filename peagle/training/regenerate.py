@@ -153,11 +153,7 @@ def _sampling(config: PrepareConfig, temperature: float, prompt_id: str) -> Samp
     key = f"{config.seed}\n{float(temperature)!r}\n{prompt_id}".encode()
     seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1  # below 2^63
     return SamplingParams(
-        max_tokens=config.max_tokens,
-        temperature=temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        seed=seed,
+        max_tokens=config.max_tokens, temperature=temperature, top_p=config.top_p, top_k=config.top_k, seed=seed
     )
 
 
