@@ -69,11 +69,17 @@ def build_core(
     num_graphs = len(bucket_sizes(config.max_num_seqs)) * len(draft_counts(most_drafts)) * _MODES + _SINGLES
     memory = plan_memory(load, device, num_graphs=num_graphs)
     _log.info("%s", memory.describe())
+    if memory.is_limit:
+        _log.warning(
+            "the KV cache limits a prompt and its answer to %d tokens, of the model's context of %d: for longer ones "
+            "%s", memory.max_model_len, memory.context, memory.remedy,
+        )  # fmt: skip
     sizes = EngineSizes(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         max_model_len=memory.max_model_len,
+        context_remedy=memory.remedy if memory.is_limit else "",
     )
     num_slots = (memory.num_blocks + 1) * config.block_size  # block 0 is the null block
     cache = partial(PagedCache, num_slots=num_slots, dtype=weight.dtype, device=device, kernels=kernels)

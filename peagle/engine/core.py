@@ -74,6 +74,7 @@ class EngineCore:
         self.policy: KPolicy = FixedK(num_drafts)
         self._state = step.state
         self.max_num_seqs, self.max_model_len, self._sizes = sizes.max_num_seqs, sizes.max_model_len, sizes
+        self.context_remedy = sizes.context_remedy
         self._kernels, self._steps_ahead, self._has_drafter = kernels, steps_ahead, has_drafter
         self.device = device
         self._graphs = None

@@ -248,9 +248,11 @@ class LLM:
         if not ids:
             raise PeagleError(f"prompt {index} is empty: give at least one token")
         if len(ids) >= self.max_model_len:
+            remedy = self.core.context_remedy
+            limit, or_raise = ("KV cache", f" or {remedy}") if remedy else ("context", "")
             raise PeagleError(
-                f"prompt {index} has {len(ids)} tokens: the context of {self.max_model_len} leaves no room for an "
-                "answer; shorten it"
+                f"prompt {index} has {len(ids)} tokens: the {limit} of {self.max_model_len} leaves no room for an "
+                f"answer; shorten it{or_raise}"
             )
         if not is_text and not all(0 <= i < vocab for i in ids):
             raise PeagleError(f"prompt {index} holds a token id outside 0 .. {vocab - 1}")

@@ -61,6 +61,12 @@ class MemoryReport:
     block_size: int
     max_model_len: int
     context: int  # max_model_len before it was lowered
+    remedy: str  # what makes for a larger cache
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the cache, not the target or the user, says how long a request can be."""
+        return self.max_model_len < self.context
 
     @property
     def num_tokens(self) -> int:
@@ -73,12 +79,11 @@ class MemoryReport:
 
     def describe(self) -> str:
         """One line for a log."""
-        lowered = f"; max_model_len lowered from {self.context:,}" if self.max_model_len < self.context else ""
         return (
             f"KV cache of {self.num_tokens:,} tokens ({self.num_blocks:,} blocks, {_gib(self.kv_bytes)}, "
             f"{self.kv_bytes_per_token / 1024:.1f} KiB a token) beside {_gib(self.in_use)} in use, "
             f"{_gib(self.activations)} for activations and {_gib(self.graphs)} for graphs, of {_gib(self.budget)} out "
-            f"of {_gib(self.total)}; requests of up to {self.max_model_len:,} tokens{lowered}"
+            f"of {_gib(self.total)}; requests of up to {self.max_model_len:,} tokens"
         )
 
 
@@ -191,6 +196,7 @@ def plan_memory(
         block_size=size,
         max_model_len=min(load.context, max(blocks, 0) * size),
         context=load.context,
+        remedy=_remedy(config, on_gpu=on_gpu),
     )
     _check_fits(report, config, on_gpu=on_gpu)
     return report
@@ -209,6 +215,12 @@ def _layer_bytes(sizes: ModelSpec | DrafterConfig, rows: int, item: int) -> int:
     return rows * item * (3 * sizes.hidden_size + max(attention, feed_forward))
 
 
+def _remedy(config: EngineConfig, *, on_gpu: bool) -> str:
+    if config.num_kv_blocks is not None:
+        return "raise num_kv_blocks"
+    return "raise gpu_memory_utilization" if on_gpu else "use a machine with more memory"
+
+
 def _check_fits(report: MemoryReport, config: EngineConfig, *, on_gpu: bool) -> None:
     r = report
     if r.num_blocks < 1:
@@ -223,10 +235,9 @@ def _check_fits(report: MemoryReport, config: EngineConfig, *, on_gpu: bool) -> 
             f"activations take {_gib(r.activations)} and graphs {_gib(r.graphs)}: {remedy}"
         )
     if config.max_model_len is not None and r.num_tokens < config.max_model_len:
-        more = "num_kv_blocks" if config.num_kv_blocks is not None else "gpu_memory_utilization" if on_gpu else ""
         raise PeagleError(
             f"max_model_len is {config.max_model_len} and the KV cache holds {r.num_tokens} tokens: lower "
-            f"max_model_len to {r.num_tokens}" + (f" or raise {more}" if more else "")
+            f"max_model_len to {r.num_tokens} or {r.remedy}"
         )
 
 

@@ -11,6 +11,7 @@ class EngineSizes:
     max_num_batched_tokens: int
     block_size: int
     max_model_len: int
+    context_remedy: str = ""  # what makes for more, where the KV cache is what limits it
 
     def blocks_for(self, positions: int) -> int:
         """KV cache blocks that hold so many positions, at most a full context."""

@@ -18,7 +18,7 @@ from peagle.kernels.logprobs import scratch_bytes
 from peagle.models.layers import RopeSpec
 from peagle.models.spec import ModelSpec, MoESpec
 from peagle.sampling import SamplingParams
-from tests.engine.tiny import sized_llm
+from tests.engine.tiny import sized_llm, tiny_llm
 
 GIB = 2**30
 CUDA = torch.device("cuda")
@@ -92,12 +92,37 @@ def test_an_asked_length_that_does_not_fit_is_refused_and_the_models_own_is_lowe
     settings = dict(free=12.5, max_num_seqs=4, max_num_batched_tokens=512, graphs=False)
     lowered = plan(**settings)
     assert 0 < lowered.num_tokens == lowered.max_model_len < 40960
-    assert "max_model_len lowered from 40,960" in lowered.describe()
+    assert lowered.is_limit
     with pytest.raises(PeagleError, match=f"lower max_model_len to {lowered.num_tokens} or raise gpu_memory"):
         plan(**settings, max_model_len=40960)
     assert plan(**settings, max_model_len=lowered.num_tokens).max_model_len == lowered.num_tokens
     with pytest.raises(PeagleError, match="or raise num_kv_blocks"):
         plan(num_kv_blocks=3, max_model_len=49)
+
+
+def test_a_cache_that_limits_requests_is_named(caplog):
+    """Once at the start, and to whom it refuses; an answer that it cuts ends as by any other limit."""
+    llm = tiny_llm(3, num_kv_blocks=5)
+    assert [record.message for record in caplog.records] == [
+        "the KV cache limits a prompt and its answer to 20 tokens, of the model's context of 128: for longer ones "
+        "raise num_kv_blocks"
+    ]
+    told = "prompt 0 has 30 tokens: the KV cache of 20 leaves no room for an answer; shorten it or raise num_kv_blocks"
+    with pytest.raises(PeagleError, match=told):
+        llm.make_request([5] * 30, SamplingParams())
+    (cut,) = llm.generate([[5, 6]], SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
+    assert (len(cut.token_ids), cut.finish_reason) == (18, "length")
+    caplog.clear()
+    asked = tiny_llm(3, num_kv_blocks=5, max_model_len=20)
+    assert not caplog.records
+    with pytest.raises(PeagleError, match=r"the context of 20 leaves no room for an answer; shorten it$"):
+        asked.make_request([5] * 30, SamplingParams())
+
+
+def test_a_larger_cache_comes_of_what_limits_it():
+    assert plan().remedy == "raise gpu_memory_utilization"
+    assert plan(num_kv_blocks=70).remedy == "raise num_kv_blocks"
+    assert plan(device=torch.device("cpu")).remedy == "use a machine with more memory"
 
 
 def test_a_host_gives_a_quarter():
