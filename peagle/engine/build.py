@@ -24,7 +24,7 @@ from peagle.engine.slots import SamplingMode, SlotState
 from peagle.engine.speculation import draft_counts
 from peagle.engine.step import DraftSide, SpeculativeStep
 from peagle.errors import PeagleError
-from peagle.kernels.backend import INVARIANT, can_run_triton, use_triton
+from peagle.kernels.backend import INVARIANT, LEAST_GENERATION, can_run_triton, cuda_generation, use_triton
 from peagle.kernels.paged_attention import can_tile
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
 from peagle.models.layers import use_kernels
@@ -136,10 +136,16 @@ def _has_tiles(load: EngineLoad, device: torch.device) -> bool:
 
 def resolve_kernels(config: EngineConfig, device: torch.device) -> str:
     """The form of the kernels that runs: "torch", "triton" or `INVARIANT`. Raises PeagleError where Triton is asked for
-    and cannot run."""
+    and cannot run, and where "auto" means Triton and the GPU is too old for it."""
     for name in ("attention", "kernels"):
         if (form := getattr(config, name)) in ("triton", INVARIANT) and not can_run_triton(device):
             raise PeagleError(f"{name} is {form!r}: it needs CUDA and the triton package, not {device}; use auto")
+        if form != "torch" and can_run_triton(device) and 0 < cuda_generation(device) < LEAST_GENERATION:
+            major, minor = torch.cuda.get_device_capability(device)
+            raise PeagleError(
+                f"{name} is {form!r}, and {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}: "
+                f"Triton needs {LEAST_GENERATION}.0; use device cpu, or in Python kernels and attention torch"
+            )
     if config.kernels == "auto":
         return "triton" if device.type == "cuda" and can_run_triton(device) else "torch"
     return config.kernels

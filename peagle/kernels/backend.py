@@ -9,6 +9,7 @@ import torch
 from peagle.errors import PeagleError
 
 INVARIANT = "invariant"  # Triton, each operation in one form, so that a row's bits say nothing of how many share a call
+LEAST_GENERATION = 8  # major compute capability: Triton supports no older GPUs, and those multiply no bfloat16
 
 
 def can_run_triton(device: torch.device) -> bool:
