@@ -4,7 +4,7 @@ Suffixes: B requests, T target rows, K drafts, N blocks of a table.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -144,12 +144,14 @@ class Rows:
 
     @classmethod
     def of_prompts(cls, chunks: Sequence[Chunk], state: SlotState, sizes: EngineSizes, backend: str) -> Self:
-        """Chunks of prompts; what follows each chunk's last token is known unless the chunk is the last."""
+        """Chunks of prompts; what follows each chunk's last token is known unless the chunk is the last. One that was
+        decoded comes alone."""
         arrays, device = PromptParts.of(chunks), state.tables.device
         rows_B = np.diff(arrays.start_B1)
         host = HostShape(rows_B, arrays.first_B + rows_B, state.host_tables[arrays.slot_B])
         scored = _scored(chunks, arrays.start_B1, device)
-        return cls.of_parts(PromptParts(*to_device(arrays, device)), state, sizes, host, backend, scored)
+        rows = cls.of_parts(PromptParts(*to_device(arrays, device)), state, sizes, host, backend, scored)
+        return replace(rows, rows_per_request=chunks[0].num_rows) if chunks[0].decoded else rows
 
     @classmethod
     def of_parts(

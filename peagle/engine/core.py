@@ -226,9 +226,10 @@ class EngineCore:
 
     def _passes(self, chunks: list[Chunk]) -> list[list[Chunk]]:
         """Chunks that are computed together."""
-        if self._prompt_graphs is None:
-            return [chunks]
-        return self._prompt_graphs.split(chunks, SamplingMode.of(chunk.request for chunk in chunks))
+        passes, chunks = [[chunk] for chunk in chunks if chunk.decoded], [c for c in chunks if not c.decoded]
+        if chunks and self._prompt_graphs is not None:
+            return passes + self._prompt_graphs.split(chunks, SamplingMode.of(chunk.request for chunk in chunks))
+        return [*passes, chunks] if chunks else passes
 
     def _launch_prompts(self, chunks: Sequence[Chunk], num_drafts: int) -> None:
         """Compute chunks of prompts; those that end one emit a token.

@@ -72,9 +72,9 @@ class PromptGraphs:
         """The graph that chunks need; None where there can be none."""
         wider = next((m for m in MODES if m.includes(mode)), None)
         shape = shape_of(chunks, self._shapes) if chunks else None
-        if wider is None or shape is None or any(c.request.num_scored(c.first, c.num_rows) for c in chunks):
+        if any(c.decoded or c.request.num_scored(c.first, c.num_rows) for c in chunks):
             return None
-        return shape, wider
+        return None if wider is None or shape is None else (shape, wider)
 
     def _has_graph(self, key: Key | None) -> bool:
         """Whether it is captured or will be."""

@@ -7,18 +7,22 @@ from peagle.engine.block_pool import BlockPool
 from peagle.engine.request import Request
 from peagle.engine.sizes import EngineSizes
 
+_MOST_DECODED = 64  # rows of a chunk of an answer
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens `first` .. `first + num_rows - 1` of `request.token_ids`, to be computed by the prefill pass.
 
-    With `is_last` prefill ends with this chunk, and its last row samples.
+    With `is_last` prefill ends with this chunk, and its last row samples. `decoded`: of an answer, to be computed in
+    the form in which it was decoded.
     """
 
     request: Request
     first: int
     num_rows: int
     is_last: bool
+    decoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class Scheduler:
     """
 
     def __init__(self, pool: BlockPool, sizes: EngineSizes, *, shares_answers: bool = True) -> None:
-        """`shares_answers`: later requests find what was decoded, too, not only what a prompt's passes computed."""
+        """`shares_answers`: what was decoded is as good as what a prompt's passes compute. Later requests find it, and
+        a preempted request's answer is computed again as if it were of its prompt."""
         self.pool, self._sizes, self._shares_answers = pool, sizes, shares_answers
         self._block_size = sizes.block_size
         self._free_slots = list(range(sizes.max_num_seqs - 1, -1, -1))
@@ -79,7 +84,7 @@ class Scheduler:
 
     def computed(self, request: Request) -> None:
         """Let later requests find the blocks that are complete by now; call it whenever `num_computed` has moved."""
-        count = request.num_computed if self._shares_answers else min(request.num_computed, request.num_prefill)
+        count = min(request.num_computed, len(self._findable(request)))
         # Most calls end here: a block fills only every few steps.
         if count < (request.num_registered + 1) * self._block_size:
             return
@@ -105,11 +110,11 @@ class Scheduler:
         budget = max(most - (1 + num_drafts) * len(decodes), min(self._block_size, most))
         chunks: list[Chunk] = []
         for request in prefills:
-            budget -= _take_chunk(request, budget, chunks)
+            budget -= self._take_chunk(request, budget, chunks)
         num_running = len(self.running)
         while budget > 0 and self.waiting and self._admit(self.waiting[0], most_drafts or num_drafts):
             self.running.append(self.waiting.popleft())
-            budget -= _take_chunk(self.running[-1], budget, chunks)
+            budget -= self._take_chunk(self.running[-1], budget, chunks)
         return Schedule(chunks, decodes, self.running[num_running:])
 
     def _sort_running(self, num_drafts: int) -> tuple[list[Request], list[Request], list[tuple[Request, int]]]:
@@ -143,11 +148,11 @@ class Scheduler:
             return False
         pool, spare, before = self.pool, len(self.running), self.pool.num_free
         may_match = request.prompt_logprobs is None  # else every row of the prompt is to be computed
-        matched = pool.match(request.token_ids) if may_match else []
+        matched = pool.match(self._findable(request)) if may_match else []
         count = self._sizes.blocks_for(len(request.token_ids) + 2 * num_drafts + 1) - len(matched)
         fresh = pool.allocate(count) if count + spare <= pool.num_free else None
         if fresh is None:
-            longer = pool.next_key(request.token_ids, matched) if may_match else None
+            longer = pool.next_key(self._findable(request), matched) if may_match else None
             self._expect_fit(count + before - pool.num_free, longer)
             pool.release(matched)
             return False
@@ -160,6 +165,10 @@ class Scheduler:
         request.num_prefill, request.num_registered = len(request.token_ids), len(matched)
         request.num_computed = len(matched) * self._block_size
         return True
+
+    def _findable(self, request: Request) -> list[int]:
+        """The tokens whose keys one request may have of another."""
+        return request.token_ids if self._shares_answers else request.prompt_ids
 
     def _may_fit(self) -> bool:
         """Whether matching the head of the queue again, which takes as long as its prompt, could end otherwise."""
@@ -183,11 +192,13 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot, request.blocks = -1, []
 
-
-def _take_chunk(request: Request, budget: int, chunks: list[Chunk]) -> int:
-    """Append the next chunk of a request's prefill, at most `budget` rows; returns how many."""
-    left = request.num_prefill - request.num_computed
-    rows = min(left, budget)
-    if rows > 0:
-        chunks.append(Chunk(request, request.num_computed, rows, is_last=rows == left))
-    return rows
+    def _take_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        """Append the next chunk of a request's prefill, at most `budget` rows; returns how many."""
+        left = request.num_prefill - request.num_computed
+        rows, of_prompt = min(left, budget), len(request.prompt_ids) - request.num_computed
+        decoded = not self._shares_answers and of_prompt <= 0
+        if not self._shares_answers and rows > 0:  # each number of decoded rows has a kernel of its own: powers of two
+            rows = min(1 << rows.bit_length() - 1, _MOST_DECODED) if decoded else min(rows, of_prompt)
+        if rows > 0:
+            chunks.append(Chunk(request, request.num_computed, rows, rows == left, decoded))
+        return rows

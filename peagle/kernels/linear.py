@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Fewest rows of one of MKL's matmuls: with so many it rounds a row the same way however many share the call. On Intel's
+# processors three would do, on AMD's four. It keeps a request's output independent of its batch and its drafts.
+LEAST_MATMUL_ROWS_CPU = 4
 _MIN_ROWS = 2  # oneDNN splits a single row's reduction between threads, which rounds differently
 
 

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.backend import INVARIANT, use_triton
+from peagle.kernels.linear import LEAST_MATMUL_ROWS_CPU
 from peagle.kernels.paged_decode import CacheView, DecodePlan, paged_decode, power_of_two
 from peagle.kernels.whole_attention import prefers_whole
 
-# Fewest query rows of one matmul on the CPU: from 3 on, MKL rounds a row the same way however many rows share the
-# call, which keeps a request's output independent of its batch and of its drafts.
-_MIN_MATMUL_ROWS_CPU = 3
 _MAX_RECTANGLE_ROWS = 256  # of one request: bounds the scores of a long prompt
 # Rows times query heads of one kv head in a Triton tile: tl.dot takes no fewer than the first; past the second a
 # tile only costs registers.
@@ -185,7 +183,7 @@ def plan_rectangles(
     request_W, offset_W, rows_W = _cut(query_lens, _MAX_RECTANGLE_ROWS)
     keys_W = key_lens[request_W]
     starts_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
-    least_rows = -(-_MIN_MATMUL_ROWS_CPU // heads_per_kv) if device.type == "cpu" else 1
+    least_rows = -(-LEAST_MATMUL_ROWS_CPU // heads_per_kv) if device.type == "cpu" else 1
     order = np.zeros(query_lens.sum(), dtype=np.int64)
     rectangles, filled = [], 0
     for members in _groups(rows_W, keys_W, max_scores):

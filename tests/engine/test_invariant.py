@@ -12,11 +12,13 @@ from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.kernels import stream_linear
 from peagle.kernels.backend import INVARIANT
+from peagle.kernels.paged_decode import DecodePlan
 from peagle.kernels.stream_linear import prefers_stream
 from peagle.models import layers
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import use_kernels
 from peagle.sampling import SamplingParams
+from tests.engine.test_fuzz import alone
 from tests.engine.tiny import SHAPES, force_drafts, random_prompts, sized_llm, tiny_llm, tiny_parts, tiny_spec
 from tests.helpers import causal_attend, random_weights
 from tests.kernels.conftest import numpy_scalars, wide_tiles  # noqa: F401, fixtures
@@ -85,6 +87,29 @@ def test_interpreted_only_the_target_s_attention_has_the_one_form():
         forms[kernels, "head"] = step._plan(tables_BN, 8, None, step._draft_side.drafter.config).tile_size
     assert forms[INVARIANT, "head"] == forms["triton", "head"]
     assert forms[INVARIANT, "target"] < forms["triton", "target"]
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
+def test_interpreted_a_preempted_answer_is_decoded_again(monkeypatch: pytest.MonkeyPatch):
+    config = EngineConfig(block_size=4, max_num_seqs=2, kernels=INVARIANT)
+    llm = LLM.from_parts(*tiny_parts(head_dim=16), 3, config, pack=False)
+    prompt, params = [5, 6, 7, 8, 9], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    expected = alone(llm, prompt, params)
+    step, again = llm.core._speculative, []
+    run = step.run
+
+    def spy(rows: Any, num_drafts: int, mode: Any) -> Any:
+        if rows.next_prompt_B is not None and rows.rows_per_request is not None:
+            plan = step._plan(rows.tables_BN, rows.rows_per_request, rows.host, llm.target.spec)
+            again.append((rows.positions_T.tolist(), isinstance(plan, DecodePlan) and plan.triton))
+        return run(rows, num_drafts, mode)
+
+    monkeypatch.setattr(step, "run", spy)
+    output = alone(llm, prompt, params, preempt_at=range(6, 10))
+    assert output.token_ids == expected.token_ids
+    assert [5, 6, 7, 8] in [positions for positions, _ in again]
+    assert all(in_decoding_s_form for _, in_decoding_s_form in again)
 
 
 def engine(shape: str, drafts: int, **settings: Any) -> LLM:

@@ -17,6 +17,7 @@ from peagle.engine.memory import EngineLoad
 from peagle.engine.outputs import StepOutput
 from peagle.engine.prompt_graphs import MODES, PromptGraphs
 from peagle.engine.prompt_rows import prompt_shapes
+from peagle.engine.scheduler import Chunk
 from peagle.engine.slots import SamplingMode
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
@@ -162,7 +163,7 @@ class FakeGraphs(PromptGraphs):
 
 def chunks(*num_rows: int, scored: int = 0) -> Any:
     request = SimpleNamespace(slot=0, token_ids=[3] * 999, num_scored=lambda *_: scored)
-    return [SimpleNamespace(request=request, first=0, num_rows=n, is_last=True) for n in num_rows]
+    return [Chunk(request, 0, n, is_last=True) for n in num_rows]
 
 
 def test_a_shape_is_captured_once_it_was_needed_a_few_times():

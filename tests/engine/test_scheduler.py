@@ -148,6 +148,35 @@ def test_what_was_decoded_is_found_if_it_may_be_shared(shares: bool, found: int)
     assert simulated.step().chunks[0].first == found
 
 
+def preempted(shares_answers: bool) -> tuple[SimulatedEngine, Request]:
+    """An engine and a request of 13 tokens that lost its blocks when it had 12 more."""
+    simulated = engine(depth=0, shares_answers=shares_answers, max_num_batched_tokens=11, num_blocks=40)
+    request = make_request(0, prompt_of(13), 40)
+    simulated.add(request)
+    while len(request.output_ids) < 12:
+        simulated.step()
+    del request.output_ids[12:], request.token_ids[25:]
+    simulated.scheduler.running.remove(request)
+    simulated.scheduler._preempt(request)
+    return simulated, request
+
+
+@pytest.mark.parametrize("shares_answers,parts", [
+    (True, [(24, 1, False)]),  # the rest is found
+    (False, [(12, 1, False), (13, 8, True), (21, 4, True)]),  # in powers of two, apart from the prompt's rows
+])  # fmt: skip
+def test_an_answer_that_is_computed_again_is_decoded_again_unless_that_is_the_same(shares_answers: bool, parts: list):
+    simulated, request = preempted(shares_answers)
+    chunks = []
+    while request.num_computed < 25:
+        schedule = simulated.scheduler.schedule(3)
+        for chunk in schedule.chunks:
+            chunks.append((chunk.first, chunk.num_rows, chunk.decoded))
+            request.num_computed += chunk.num_rows
+            assert chunk.is_last == (request.num_computed == 25)
+    assert chunks == parts
+
+
 def test_a_request_too_big_to_wait_for_is_admitted_once_its_prefix_is_there():
     """The head of the queue is not matched in every step, but when a block it lacks appears."""
     simulated = engine(num_blocks=16, depth=0, max_num_batched_tokens=64)
