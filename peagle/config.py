@@ -168,8 +168,8 @@ class EngineConfig:
     `prompt_graphs` passes over short prompts too, padded to a few shapes, and `async_scheduling` prepares a step while
     the one before it runs; all are for CUDA alone. `kernels` is the form of everything between the matmuls: "auto" is
     Triton on CUDA; "invariant" is Triton, matmuls of the target included, in one form for any number of rows, so that
-    not a bit of the output says what shared a batch. `attention` "auto" is Triton on CUDA and for long prompts torch's
-    FlashAttention; "triton" is Triton alone. `load_format` "dummy" draws the target's weights at random, for
+    not a bit of the output says what shared a batch. `attention` "auto" is Triton on CUDA; "library" is as "auto", but
+    for long prompts torch's FlashAttention. `load_format` "dummy" draws the target's weights at random, for
     benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which takes four times the memory, instead
     of inside their kernel.
     """
@@ -195,7 +195,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
-        check_choice(self, "attention", "auto", "torch", "triton")
+        check_choice(self, "attention", "auto", "library", "torch", "triton")
         check_choice(self, "load_format", "auto", "dummy")
         check_choice(self, "kernels", "auto", "torch", "triton", "invariant")
         check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")

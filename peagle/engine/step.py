@@ -22,7 +22,7 @@ from peagle.engine.sizes import EngineSizes
 from peagle.engine.slots import SamplingMode, SlotState
 from peagle.errors import PeagleError
 from peagle.kernels.accept import Accepted, accept
-from peagle.kernels.backend import INVARIANT
+from peagle.kernels.backend import INVARIANT, LIBRARY
 from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout, kv_slots
 from peagle.kernels.draft_rows import MaskRow
@@ -251,7 +251,7 @@ class SpeculativeStep:
         if rows is not None and self._kernels == "triton":
             return plan_decode(
                 rows, tables_BN, self._block_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-                backend=self._kernels if attention == "auto" else attention,
+                backend=self._kernels if attention in ("auto", LIBRARY) else attention,
             )  # fmt: skip
         if host is None:
             raise PeagleError("a step that the host does not follow needs kernels 'triton'")

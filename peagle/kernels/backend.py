@@ -9,6 +9,7 @@ import torch
 from peagle.errors import PeagleError
 
 INVARIANT = "invariant"  # Triton, each operation in one form, so that a row's bits say nothing of how many share a call
+LIBRARY = "library"  # of attention: as "auto", but for what a library's kernel takes
 LEAST_GENERATION = 8  # major compute capability: Triton supports no older GPUs, and those multiply no bfloat16
 
 
@@ -19,8 +20,10 @@ def can_run_triton(device: torch.device) -> bool:
 
 
 def use_triton(backend: str, device: torch.device) -> bool:
-    """ "auto" is Triton on CUDA where it is installed; the others say which, whatever the device."""
-    return backend in ("triton", INVARIANT) or (backend == "auto" and device.type == "cuda" and can_run_triton(device))
+    """ "auto" is Triton on CUDA where it is installed, so is `LIBRARY`; the others say which, whatever the device."""
+    if backend in ("auto", LIBRARY):
+        return device.type == "cuda" and can_run_triton(device)
+    return backend in ("triton", INVARIANT)
 
 
 def use_triton_for_inference(backend: str, device: torch.device) -> bool:

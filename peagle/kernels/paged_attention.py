@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.kernels.backend import INVARIANT, use_triton
+from peagle.kernels.backend import INVARIANT, LIBRARY, use_triton
 from peagle.kernels.linear import LEAST_MATMUL_ROWS_CPU
 from peagle.kernels.paged_decode import CacheView, DecodePlan, paged_decode, power_of_two
 from peagle.kernels.whole_attention import prefers_whole
@@ -75,9 +75,10 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan one forward pass of B requests with `query_lens` new rows and at most `key_lens` visible keys.
 
-    `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA, and
-    a library for long prompts without keys before them. A head dim the kernel cannot tile (it takes powers of two from
-    16 to 256) goes to torch whatever the backend. Tiles are as high as the mean request, for `INVARIANT` as can be.
+    `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA;
+    `LIBRARY` is as "auto" but for long prompts without keys before them. A head dim the kernel cannot tile (it takes
+    powers of two from 16 to 256) goes to torch whatever the backend. Tiles are as high as the mean request, for
+    `INVARIANT` as can be.
     """
     plan: RectanglePlan | TilePlan
     if use_triton(backend, device) and can_tile(head_dim):
@@ -89,7 +90,7 @@ def plan_attention(
     else:
         lens = query_lens, key_lens
         plan = plan_rectangles(*lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
-    if backend == "auto" and prefers_whole(query_lens, key_lens):
+    if backend == LIBRARY and prefers_whole(query_lens, key_lens):
         start_B1 = _to_device(np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32), device)
         return WholePlan(start_B1, int(query_lens.max()), plan)
     return plan

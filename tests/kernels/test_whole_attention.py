@@ -137,7 +137,7 @@ def test_equals_the_paged_form(
     heads: tuple[int, int, int], window: int | None, lengths: tuple[int, ...], calls: list[int]
 ):
     one = Pass([(n, n) for n in lengths], heads, torch.float64, window=window)
-    whole, paged = one.attend("auto"), one.attend("torch")
+    whole, paged = one.attend("library"), one.attend("torch")
     assert isinstance(whole, WholeAttend)
     assert isinstance(paged, PagedAttend)
     out = whole(0, *one.qkv)
@@ -148,7 +148,7 @@ def test_equals_the_paged_form(
 
 
 def test_which_passes_are_planned_for_it(monkeypatch: pytest.MonkeyPatch):
-    def plan(*shapes: tuple[int, int], backend: str = "auto") -> AttentionPlan:
+    def plan(*shapes: tuple[int, int], backend: str = "library") -> AttentionPlan:
         return Pass(list(shapes), (2, 1, 8), torch.float32).plan(backend)
 
     monkeypatch.setattr(module, "LEAST_ROWS", 20)
@@ -171,14 +171,14 @@ def test_which_layers_take_it(monkeypatch: pytest.MonkeyPatch):
     for changes in ({"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "sinks": True}):
         one = Pass([(30, 30)], (2, 1, 8), **changes)
         monkeypatch.setattr(module, "LEAST_ROWS", 1)
-        attend = one.attend("auto")
+        attend = one.attend("library")
         assert isinstance(attend, PagedAttend)  # of the CPU, whatever they are
         assert isinstance(attend.plan, WholePlan)
         assert relative_error(attend(0, *one.qkv), one.attend("torch")(0, *one.qkv)) == 0
     monkeypatch.setattr(module, "cuda_generation", lambda _: 9)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert isinstance(Pass([(30, 30)], (2, 1, 8), torch.bfloat16).attend("auto"), WholeAttend)
-    assert isinstance(Pass([(30, 30)], (2, 1, 8), torch.bfloat16, sinks=True).attend("auto"), PagedAttend)
+    assert isinstance(Pass([(30, 30)], (2, 1, 8), torch.bfloat16).attend("library"), WholeAttend)
+    assert isinstance(Pass([(30, 30)], (2, 1, 8), torch.bfloat16, sinks=True).attend("library"), PagedAttend)
     for dim, dtype, takes in ((64, torch.float16, True), (80, torch.bfloat16, True), (64, torch.float32, False),
                               (60, torch.bfloat16, False), (512, torch.bfloat16, False)):  # fmt: skip
         assert module.takes_whole(dim, dtype, CPU) == takes
@@ -194,7 +194,7 @@ def test_turned_off_no_token_changes(changes: dict[str, Any], calls: list[int]):
         llm = tiny_llm(3, attention=attention, **changes)
         return [o.token_ids for _ in range(2) for o in llm.generate(prompts, params)]
 
-    with_library = answers("auto")
+    with_library = answers("library")
     count = len(calls)
     assert count >= 5  # the target's four layers, and the first of the drafter's
     assert answers("torch") == with_library
@@ -218,7 +218,7 @@ def test_interpreted_keys_are_rotated_and_written_apart(calls: list[int]):
         llm = llm_of(True, attention=attention, max_num_batched_tokens=64)
         return [o.token_ids for o in llm.generate(prompts, params)]
 
-    with_library, rows = answers("auto"), sum(len(p) for p in prompts)
+    with_library, rows = answers("library"), sum(len(p) for p in prompts)
     assert calls == [rows, rows, rows + 2 * 2]  # two layers of the target; the drafter's first has mask rows as well
     assert answers("triton") == with_library
     assert len(calls) == 3
@@ -235,7 +235,7 @@ def test_on_gpu(
     """bfloat16 rounds in a different order in either form: 1e-2, as for the tiles."""
     monkeypatch.setattr(module, "LEAST_ROWS", 1)
     one = Pass([(n, n) for n in lengths], heads, torch.bfloat16, where, window, kernels="triton")
-    whole = one.attend("auto")
+    whole = one.attend("library")
     assert isinstance(whole, WholeAttend)
     out = whole(0, *one.qkv)
     assert out.is_contiguous()
@@ -248,7 +248,7 @@ def test_on_gpu_what_it_does_not_take(where: str, changes: dict[str, Any], monke
     monkeypatch.setattr(module, "LEAST_ROWS", 1)
     settings = {"shapes": [(900, 900), (207, 207)], "dtype": torch.bfloat16, "heads": (9, 3, 64), **changes}
     one = Pass(device=where, kernels="triton", **settings)
-    attend = one.attend("auto")
+    attend = one.attend("library")
     assert isinstance(attend, PagedAttend)
     assert relative_error(attend(0, *one.qkv), one.attend("torch")(0, *one.qkv)) < 1e-2
 
@@ -276,7 +276,7 @@ def test_on_gpu_a_layer_comes_out_as_over_the_cache(
             out = layer(x, *tables, attend)
         return out, torch.cat((one.cache.keys[0][:, one.slots], one.cache.values[0][:, one.slots])).clone()
 
-    whole, whole_written = run("auto", lambda attend: not isinstance(attend, CachedAttend))
+    whole, whole_written = run("library", lambda attend: not isinstance(attend, CachedAttend))
     paged, paged_written = run("triton", lambda attend: isinstance(attend, CachedAttend))
     assert relative_error(whole, paged) < 1e-2
     assert relative_error(whole_written, paged_written) < 2e-3
