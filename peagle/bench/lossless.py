@@ -19,7 +19,7 @@ from peagle.models.layers import use_kernels
 from peagle.models.target import Target
 from peagle.sampling import gumbel_noise
 
-NOISE_SEQUENCES, NOISE_ROWS = 8, 32
+NOISE_SEQUENCES, NOISE_ROWS = 16, 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
