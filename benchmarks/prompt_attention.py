@@ -299,7 +299,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
     cpu = args.device == "cpu"
-    if not cpu and not takes_whole(64, torch.bfloat16, torch.device("cuda")):
+    on_gpu = torch.cuda.is_available() and takes_whole(64, torch.bfloat16, torch.device("cuda"))
+    if not cpu and not on_gpu:
         raise PeagleError("no CUDA device of Ampere or newer: try the script itself with --device cpu")
     check_out(args.out, cpu=cpu)
     args.shapes = args.shapes or (["tiny"] if cpu else ["smollm2", "qwen2.5-0.5b", "qwen3-8b"])
