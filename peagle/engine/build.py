@@ -34,6 +34,9 @@ from peagle.models.target import Target
 
 _log = logging.getLogger(__name__)
 _MODES = 3  # that may have graphs of every size and K. A server needs the first three of `COMMON_MODES`
+# Weights of a layer times rows of prompts, in the time that the host takes to launch the layer: 0.7 ms for SmolLM2's,
+# in which an H200 does twice as many products. Half, as padding and short passes cost some. Not measured elsewhere.
+_LAYER_PRODUCTS = 75_000_000_000
 _SINGLES = 4  # graphs of one request that is traced, as the server's page asks for
 
 
@@ -123,7 +126,16 @@ def prompt_graphs(step: SpeculativeStep, load: EngineLoad, sizes: EngineSizes, p
         return step.run(padded.rows(step.state, sizes, "triton"), load.num_drafts, mode)
 
     shapes, device = prompt_shapes(sizes.max_num_batched_tokens), step.state.tables.device
-    return PromptGraphs(body, shapes, dict.fromkeys(passes), device, pool)
+    return PromptGraphs(body, shapes, dict.fromkeys(passes), device, pool, most_to_split(load.spec))
+
+
+def most_to_split(spec: ModelSpec) -> int:
+    """Rows of prompts up to which a pass waits for its launches rather than for its products. A mixture of experts
+    would read all of its weights in every pass."""
+    if spec.moe is not None:
+        return 0
+    heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return _LAYER_PRODUCTS // (spec.hidden_size * (heads + 3 * spec.intermediate_size))
 
 
 def _has_tiles(load: EngineLoad, device: torch.device) -> bool:

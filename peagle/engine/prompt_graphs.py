@@ -23,7 +23,8 @@ Key = tuple[PromptShape, SamplingMode]
 
 
 class PromptGraphs:
-    """Runs `body` over chunks of prompts in captured shapes. `passes` are the kinds of passes that the body makes."""
+    """Runs `body` over chunks of prompts in captured shapes. `passes` are the kinds of passes that the body makes; up
+    to `most_to_split` rows several passes by graphs are taken to be faster than one that runs eagerly."""
 
     def __init__(
         self,
@@ -32,8 +33,10 @@ class PromptGraphs:
         passes: Collection[PassTiles],
         device: torch.device,
         pool: GraphPool,
+        most_to_split: int,
     ) -> None:
         self._body, self._shapes, self._passes, self._device, self._pool = body, shapes, passes, device, pool
+        self._most_to_split = most_to_split
         self._padded: dict[PromptShape, PaddedPrompts] = {}
         self._captured: dict[Key, Captured | None] = {}  # None: there was no memory for it
         self._uses: Counter[Key] = Counter()
@@ -61,6 +64,8 @@ class PromptGraphs:
 
     def split(self, chunks: Sequence[Chunk], mode: SamplingMode) -> list[list[Chunk]]:
         """The chunks as passes that run by graphs, few in number; as one pass where some would run eagerly anyway."""
+        if sum(chunk.num_rows for chunk in chunks) > self._most_to_split:
+            return [list(chunks)]
         passes: list[list[Chunk]] = [[]]
         for chunk in chunks:
             if shape_of([*passes[-1], chunk], self._shapes) is None:

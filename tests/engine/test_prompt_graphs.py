@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.speed_shapes import SHAPES
 from peagle.config import EngineConfig
 from peagle.drafters.init import new_drafter
 from peagle.engine import build, prompt_rows
@@ -21,6 +22,7 @@ from peagle.engine.scheduler import Chunk
 from peagle.engine.slots import SamplingMode
 from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec
+from peagle.models.spec import spec_from_hf
 from peagle.models.target import Target
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import random_prompts, random_weights, tiny_spec, tiny_tokenizer
@@ -158,7 +160,9 @@ class FakeGraphs(PromptGraphs):
 
     def __init__(self) -> None:
         self.pool = Repeating()
-        super().__init__(lambda *_: StepOutput(torch.zeros(1)), prompt_shapes(256), (), self.pool.device, self.pool)
+        super().__init__(
+            lambda *_: StepOutput(torch.zeros(1)), prompt_shapes(256), (), self.pool.device, self.pool, 400
+        )
 
 
 def chunks(*num_rows: int, scored: int = 0) -> Any:
@@ -200,7 +204,8 @@ def test_many_prompts_are_passes_of_as_many_as_have_a_graph():
     graphs = FakeGraphs()
     sizes = lambda parts: [[c.num_rows for c in part] for part in parts]  # noqa: E731
     assert sizes(graphs.split(chunks(*[5] * 16), MODES[0])) == [[5] * 7, [5] * 7, [5] * 2]  # soon captured
-    assert sizes(graphs.split(chunks(200, 50, 60, 190), MODES[0])) == [[200, 50], [60, 190]]
+    assert sizes(graphs.split(chunks(200, 50, 60, 90), MODES[0])) == [[200, 50], [60, 90]]
+    assert sizes(graphs.split(chunks(200, 50, 60, 91), MODES[0])) == [[200, 50, 60, 91]]  # more is faster in one go
     for whole in (chunks(5, 256, 5), chunks(*[5] * 16, scored=1)):
         assert sizes(graphs.split(whole, MODES[0])) == [[c.num_rows for c in whole]]
     assert len(graphs.split(chunks(*[5] * 16), SamplingMode(penalised=True))) == 1
@@ -210,6 +215,15 @@ def test_many_prompts_are_passes_of_as_many_as_have_a_graph():
     graphs.pool.has_memory = False
     list(graphs.warm_up())
     assert len(graphs.split(chunks(*[5] * 16), MODES[0])) == 1
+
+
+def test_large_models_run_bursts_of_prompts_in_one_go():
+    rows = {
+        name: build.most_to_split(spec_from_hf(SHAPES[name])) for name in ("smollm2-135m", "qwen3-8b", "gpt-oss-20b")
+    }
+    assert rows["smollm2-135m"] > 8192
+    assert rows["qwen3-8b"] < 512
+    assert rows["gpt-oss-20b"] == 0
 
 
 def test_without_memory_passes_run_eagerly_and_are_not_tried_again():
