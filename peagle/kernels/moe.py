@@ -68,7 +68,8 @@ def moe_ref(
         gate_up_XJ = x_XH @ _matrix(experts.gate_up_EHJ, expert, x_RH.dtype) + experts.gate_up_bias_EJ[expert]
         gate_XF, up_XF = gate_up_XJ.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
         gate_XF, up_XF = gate_XF.clamp(max=limit), up_XF.clamp(-limit, limit)
-        gated_XF = ((up_XF + 1) * gate_XF * (alpha * gate_XF).sigmoid()).to(x_RH.dtype)
+        # Not by sigmoid: on a CPU its bits depend on how many rows there are, as in `silu_mul_ref`.
+        gated_XF = ((up_XF + 1) * gate_XF / (-alpha * gate_XF).exp_().add_(1)).to(x_RH.dtype)
         said_XH = gated_XF @ _matrix(experts.down_EFH, expert, x_RH.dtype) + experts.down_bias_EH[expert]
         out_RH.index_add_(0, row_X, share_RK[row_X, place_X, None] * said_XH[: len(row_X)].to(wide))
     return out_RH.to(x_RH.dtype)
