@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Fewest rows of one of MKL's matmuls: with so many it rounds a row the same way however many share the call. On Intel's
-# processors three would do, on AMD's four. It keeps a request's output independent of its batch and its drafts.
-LEAST_MATMUL_ROWS_CPU = 4
+# MKL's matmuls get a multiple of so many rows, and sum up at most so many products where that number varies, as it does
+# with the keys there are: then a row is rounded the same way whatever shares the call, and a request's output depends
+# neither on its batch nor on its drafts. On AMD's processors the rows beyond a multiple of four are summed in another
+# order, in some calls and with some numbers of threads, and more than 192 products in halves.
+MATMUL_ROWS_CPU = 4
+MATMUL_SUM_CPU = 128
 _MIN_ROWS = 2  # oneDNN splits a single row's reduction between threads, which rounds differently
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.backend import use_triton_for_inference
-from peagle.kernels.linear import LEAST_MATMUL_ROWS_CPU
+from peagle.kernels.linear import MATMUL_ROWS_CPU
 from peagle.kernels.packed_experts import PackedMatrix, unpack
 
 
@@ -63,12 +63,13 @@ def moe_ref(
         row_X, place_X = (chosen_RK == expert).nonzero(as_tuple=True)
         if not len(row_X):
             continue
-        padding = max(LEAST_MATMUL_ROWS_CPU - len(row_X), 0) if x_RH.device.type == "cpu" else 0
+        padding = -len(row_X) % MATMUL_ROWS_CPU if x_RH.device.type == "cpu" else 0
         x_XH = F.pad(x_RH[row_X], (0, 0, 0, padding))
         gate_up_XJ = x_XH @ _matrix(experts.gate_up_EHJ, expert, x_RH.dtype) + experts.gate_up_bias_EJ[expert]
         gate_XF, up_XF = gate_up_XJ.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
         gate_XF, up_XF = gate_XF.clamp(max=limit), up_XF.clamp(-limit, limit)
-        gated_XF = ((up_XF + 1) * gate_XF * (alpha * gate_XF).sigmoid()).to(x_RH.dtype)
+        # Not by sigmoid: on a CPU its bits depend on how many rows there are, as in `silu_mul_ref`.
+        gated_XF = ((up_XF + 1) * gate_XF / (-alpha * gate_XF).exp_().add_(1)).to(x_RH.dtype)
         said_XH = gated_XF @ _matrix(experts.down_EFH, expert, x_RH.dtype) + experts.down_bias_EH[expert]
         out_RH.index_add_(0, row_X, share_RK[row_X, place_X, None] * said_XH[: len(row_X)].to(wide))
     return out_RH.to(x_RH.dtype)

@@ -6,18 +6,22 @@ gathers each request's keys into a rectangle. Requests of similar size share one
 matmuls a layer whatever the mix of prefill and decode.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.backend import INVARIANT, LIBRARY, use_triton
-from peagle.kernels.linear import LEAST_MATMUL_ROWS_CPU
+from peagle.kernels.linear import MATMUL_ROWS_CPU, MATMUL_SUM_CPU
 from peagle.kernels.paged_decode import CacheView, DecodePlan, paged_decode, power_of_two
 from peagle.kernels.whole_attention import prefers_whole
 
 _MAX_RECTANGLE_ROWS = 256  # of one request: bounds the scores of a long prompt
+_KEYS = 16  # a rectangle has a multiple: torch's softmax on a CPU adds up other numbers of weights in other orders
 # Rows times query heads of one kv head in a Triton tile: tl.dot takes no fewer than the first; past the second a
 # tile only costs registers.
 _MIN_TILE, _MAX_TILE = 16, 64
@@ -184,20 +188,21 @@ def plan_rectangles(
     request_W, offset_W, rows_W = _cut(query_lens, _MAX_RECTANGLE_ROWS)
     keys_W = key_lens[request_W]
     starts_W = (np.cumsum(query_lens) - query_lens)[request_W] + offset_W
-    least_rows = -(-LEAST_MATMUL_ROWS_CPU // heads_per_kv) if device.type == "cpu" else 1
+    multiple = MATMUL_ROWS_CPU // math.gcd(MATMUL_ROWS_CPU, heads_per_kv) if device.type == "cpu" else 1
     order = np.zeros(query_lens.sum(), dtype=np.int64)
     rectangles, filled = [], 0
     for members in _groups(rows_W, keys_W, max_scores):
-        offsets = np.arange(max(int(rows_W[members].max()), least_rows))
+        offsets = np.arange(-(-int(rows_W[members].max()) // multiple) * multiple)
         inside = offsets[None] < rows_W[members][:, None]
         rows = starts_W[members][:, None] + np.where(inside, offsets[None], 0)
         order[rows[inside]] = filled + np.flatnonzero(inside.ravel())
         filled += rows.size
         blocks = -(-int(keys_W[members].max()) // block_size)
         tables = torch.from_numpy(block_tables[request_W[members], :blocks]).to(device)
-        slots = tables[:, :, None] * block_size + torch.arange(block_size, device=device)
-        positions = torch.arange(blocks * block_size, device=device)
-        rectangles.append(_Rectangle(torch.from_numpy(rows).to(device), slots.flatten(1), positions))
+        slots = (tables[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)
+        slots = F.pad(slots, (0, -slots.shape[1] % _KEYS))
+        positions = torch.arange(slots.shape[1], device=device)
+        rectangles.append(_Rectangle(torch.from_numpy(rows).to(device), slots, positions))
     return RectanglePlan(tuple(rectangles), torch.from_numpy(order).to(device))
 
 
@@ -247,5 +252,7 @@ def _rectangle_attention(q_RND: Tensor, cache: CacheView, rectangle: _Rectangle)
         sinks = cache.sinks_N.to(scores.dtype).view(kv_heads, 1, 1, groups, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sinks), dim=-1)
     probs = scores.softmax(dim=-1)[..., :keys].to(v_MbSD.dtype).reshape(kv_heads, b, width * groups, keys)
-    out = (probs @ v_MbSD).view(kv_heads, b, width, groups, head_dim)
+    at_once = MATMUL_SUM_CPU if probs.device.type == "cpu" else keys
+    parts = [p @ v for p, v in zip(probs.split(at_once, dim=3), v_MbSD.split(at_once, dim=2), strict=True)]
+    out = functools.reduce(Tensor.add_, parts).view(kv_heads, b, width, groups, head_dim)
     return out.permute(1, 2, 0, 3, 4).reshape(b * width, kv_heads * groups, head_dim)

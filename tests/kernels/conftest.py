@@ -1,7 +1,18 @@
 """Fixtures of the kernels' tests."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+
+@pytest.fixture(params=[1, 2, 7])
+def numbers_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Who computes a row, and beside which others, changes with them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

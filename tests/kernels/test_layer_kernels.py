@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.drafters.init import new_drafter
@@ -200,3 +201,13 @@ def test_norms_and_gate_on_gpu(rows: int, size: int, dtype: torch.dtype):
 def test_rope_on_gpu(rows: int, heads: int, kv_heads: int, dim: int, normed: bool, dtype: torch.dtype):
     check_rope(rows, heads, kv_heads, dim, normed, "cuda", dtype)
     check_tables("cuda")
+
+
+@pytest.mark.usefixtures("numbers_of_threads")
+def test_a_row_of_the_gate_has_the_same_bits_among_others():
+    for features in (48, 1504):
+        gate_up = torch.randn(130, 2 * features, generator=torch.Generator().manual_seed(0))
+        together = silu_mul(gate_up)
+        torch.testing.assert_close(together, F.silu(gate_up[:, :features]) * gate_up[:, features:])
+        for rows in (1, 2, 3, 5, 23, 31, 41, 63, 65, 129):
+            assert torch.equal(silu_mul(gate_up[:rows].clone()), together[:rows])

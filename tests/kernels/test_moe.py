@@ -78,12 +78,13 @@ def test_the_torch_form_is_the_formula(rows: int):
     assert distance(run(x, logits, weights, top_k, "torch"), formula(x, logits, weights, top_k)) < 1e-12
 
 
+@pytest.mark.usefixtures("numbers_of_threads")
 def test_a_row_alone_has_the_bits_it_has_among_others():
-    *shape, top_k = SIZES
-    x, logits, weights = inputs(40, *shape, dtype=torch.float32)
-    together = run(x, logits, weights, top_k, "torch")
-    for count in (1, 2, 3, 17):
-        assert torch.equal(run(x[:count], logits[:count], weights, top_k, "torch"), together[:count])
+    for *shape, top_k in (SIZES, (40, 1504, 2, 2)):  # few features and many
+        x, logits, weights = inputs(40, *shape, dtype=torch.float32)
+        together = run(x, logits, weights, top_k, "torch")
+        for count in range(1, 40):
+            assert torch.equal(run(x[:count], logits[:count], weights, top_k, "torch"), together[:count])
 
 
 def test_no_rows():

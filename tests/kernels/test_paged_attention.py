@@ -114,3 +114,32 @@ def test_packed_linear_equals_plain(rows: int, bias: bool):
     if not can_pack(weight):
         pytest.skip("oneDNN is not available")
     torch.testing.assert_close(packed_linear(x, pack_weight(weight), b), F.linear(x, weight, b), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (5, 1), (12, 4)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.usefixtures("numbers_of_threads")
+def test_a_row_has_the_same_bits_whatever_shares_its_call(heads: int, kv_heads: int, has_sinks: bool):
+    """Alone as among other rows, other requests and other numbers of keys, all of which change what MKL does."""
+    torch.manual_seed(0)
+    dim, blocks, cpu = 16, 250, torch.device("cpu")
+    k, v = torch.randn(2, kv_heads, blocks * BLOCK + 1, dim)
+    sinks = torch.randn(heads) if has_sinks else None
+
+    def attend(q_RND: Tensor, rows: list[int], keys: list[int], limits: list[int]) -> Tensor:
+        tables = np.arange(blocks)[None].repeat(len(rows), axis=0)
+        plan = plan_rectangles(
+            np.array(rows), np.array(keys), tables, BLOCK, heads_per_kv=heads // kv_heads, device=cpu
+        )  # fmt: skip
+        return paged_attention(q_RND, CacheView(k, v, torch.tensor(limits), sinks_N=sinks), plan)
+
+    for limit in (2, 9, 31, 250, 300, 500):
+        q_RND = torch.randn(1, heads, dim)
+        alone = attend(q_RND, [1], [limit + 1], [limit])
+        for rows, more, others in ((1, 5, 0), (1, 70, 0), (3, 0, 0), (5, 3, 0), (7, 0, 2), (9, 100, 0), (18, 9, 1)):
+            among = attend(
+                torch.cat((torch.randn(others, heads, dim), q_RND, torch.randn(rows - 1, heads, dim))),
+                [1] * others + [rows], [limit + 20] * others + [limit + 1 + more],
+                [limit] * (others + rows),
+            )  # fmt: skip
+            assert torch.equal(among[others : others + 1], alone), (limit, rows, more, others)
