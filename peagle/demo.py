@@ -1,5 +1,6 @@
 """The demo: three prompts, each answered with P-EAGLE and by plain decoding, and what the difference is."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,14 +41,19 @@ class Comparison:
 
 
 def load_demo() -> "LLM":
-    """SmolLM2-135M-Instruct with its shipped head, in float32 so that the two ways can be compared token by token."""
+    """SmolLM2-135M-Instruct with its shipped head, in float32 so that the two ways can be compared token by token; on
+    one thread, unless OMP_NUM_THREADS says otherwise."""
     head = shipped_head(MODEL)
     if head is None:
         raise PeagleError(
             f"the head for {MODEL} is not installed: run the demo from a checkout that has the folder heads/"
         )
+    import torch
+
     from peagle.engine.engine import LLM
 
+    if "OMP_NUM_THREADS" not in os.environ:  # threads spin while they wait for each other: on busy cores for minutes
+        torch.set_num_threads(1)
     config = SpeculativeConfig(model=str(head), num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
     return LLM(MODEL, speculative_config=config, dtype="float32")
 

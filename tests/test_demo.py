@@ -3,10 +3,11 @@
 from io import StringIO
 from types import SimpleNamespace
 
+import torch
 from rich.console import Console
 
 from peagle.acceptance import AcceptanceStats
-from peagle.demo import PROMPTS, run_demo
+from peagle.demo import PROMPTS, load_demo, run_demo
 
 
 class FakeLLM:
@@ -54,3 +55,15 @@ def test_a_difference_is_told():
     assert [c.identical for c in comparisons] == [True, False, True]
     assert "identical outputs: NO" in text
     assert next(line for line in text.splitlines() if line.strip().startswith("all")).split()[-1] == "NO"
+
+
+def test_on_one_thread_unless_it_is_told_otherwise(monkeypatch):
+    asked = []
+    monkeypatch.setattr("peagle.engine.engine.LLM", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    load_demo()
+    assert not asked
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    load_demo()
+    assert asked == [1]
