@@ -244,8 +244,9 @@ class Sweep:
     def _report_failures(self, requests: int) -> None:
         runs = self.results.failed()
         if runs:
-            more = f"; and {len(runs) - _NAMED} more runs" if len(runs) > _NAMED else ""
-            say(self._console, f"FAILED requests, in no figure: {requests}; {'; '.join(runs[:_NAMED])}{more}")
+            more = [f"and {len(runs) - _NAMED} more runs"] if len(runs) > _NAMED else []
+            for line in (f"FAILED requests, in no figure: {requests}", *runs[:_NAMED], *more):
+                say(self._console, line)
             say(self._console, "the same command with --resume measures runs with failures again")
 
 
@@ -314,7 +315,12 @@ def complete(rows: Sequence[SweepRow], plan: Iterable[Cell]) -> list[SweepRow]:
 
 
 def write_k_tables(rows: Sequence[SweepRow], out: Path) -> list[Path]:
-    """The fastest K per concurrency of every method that drafts, as `k_table` of a speculative config takes it."""
+    """The fastest K per concurrency of every method that drafts, as `k_table` of a speculative config takes it. None
+    without decoding without drafts, which may be the fastest, and none for concurrencies at which requests failed."""
+    failing = {row.concurrency for row in rows if row.failed}
+    rows = [row for row in rows if row.concurrency not in failing]
+    if not any(row.method == PLAIN for row in rows):
+        return []
     paths = []
     for method in sorted({row.method for row in rows} - {PLAIN}):
         table = best_drafts(rows, method)

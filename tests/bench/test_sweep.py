@@ -5,14 +5,16 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from peagle.bench.closed_loop import Answer, Run
 from peagle.bench.report import read_result
-from peagle.bench.sweep import Sweep, read_sets
+from peagle.bench.sweep import Sweep, read_sets, write_k_tables
 from peagle.bench.sweep_plan import Cell, RunFile, Setup, in_turns, setups_of
+from peagle.bench.sweep_rows import SweepRow
 from peagle.bench.sweep_settings import EAGLE3, P_EAGLE, PLAIN, SweepConfig
 from peagle.bench.sweep_source import EngineSource
 from peagle.engine.speculation import load_k_table
@@ -83,6 +85,15 @@ def test_ways_to_decode_take_turns_and_each_repeat_begins_with_another():
         assert len({(repeat, cell.dataset, cell.concurrency) for repeat, cell in group}) == 1
         assert {cell.setup for _, cell in group} == set(SETUPS)
     assert [cell.dataset for _, cell in plan[:20:5]] == ["a", "b", "a", "b"]  # all sets before the next concurrency
+
+
+def test_no_k_table_without_plain_decoding_or_where_requests_failed(tmp_path):
+    sweep, _ = sweep_of(MadeUp(), tmp_path / "sweep-x.json")
+    sweep.measure(["a", "b"], SETUPS)
+    rows = [SweepRow(**row) for row in read_result(tmp_path / "sweep-x.json")["results"]["rows"]]
+    failed = [replace(row, failed=int(row.concurrency == 4 and row.method == P_EAGLE)) for row in rows]
+    assert [load_k_table(str(path)) for path in write_k_tables(failed, tmp_path / "s.json")] == [{1: 3}, {1: 5}]
+    assert write_k_tables([row for row in rows if row.method != PLAIN], tmp_path / "s.json") == []
 
 
 def test_a_whole_sweep_and_what_it_writes(tmp_path, capsys):

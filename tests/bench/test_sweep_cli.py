@@ -281,7 +281,8 @@ def test_failures_are_counted_and_bring_no_tokens(tiny, tmp_path, capsys):
     assert (row["failed"], row["requests"], row["tokens"]) == (1, 1, 4)
     assert result["settings"]["failed_runs"] == ["some none c=2, repeat 1: 1 of 2 (HTTP 500: as you wish)"]
     said = capsys.readouterr().err
-    assert "FAILED requests, in no figure: 1; some none c=2, repeat 1: 1 of 2 (HTTP 500" in said
+    assert "FAILED requests, in no figure: 1\n" in said
+    assert "some none c=2, repeat 1: 1 of 2 (HTTP 500" in said
     assert "--resume measures runs with failures again" in said
 
 
