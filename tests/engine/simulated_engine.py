@@ -75,11 +75,13 @@ class SimulatedEngine:
             block_size=block_size,
             max_model_len=max_model_len,
         )
+        self.shares_answers = shares_answers
         self.scheduler = Scheduler(self.pool, self.sizes, shares_answers=shares_answers)
         self.block_size, self.max_model_len, self.max_num_seqs = block_size, max_model_len, max_num_seqs
         self.max_num_batched_tokens, self.num_drafts, self.depth = max_num_batched_tokens, num_drafts, depth
         self.rng = random.Random(seed)
         self.cells: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...] | None] | None] = {}
+        self.decoded: set[tuple[int, int]] = set()  # cells that are computed in decoding's form
         self.device_ids: dict[int, list[int]] = {}  # by slot: all tokens the device has emitted
         self.unread: deque[list[Launched]] = deque()
         self.num_matched = self.num_drains = 0
@@ -176,6 +178,7 @@ class SimulatedEngine:
         for position in range(request.num_computed):
             ids = request.token_ids
             assert self._cell(request, position) == (tuple(ids[: position + 1]), tuple(ids[: position + 2]))
+            self._check_form(request, position)
 
     def _check_progress(self, schedule: Schedule, num_drafts: int) -> None:
         """The oldest advances, whatever can decode does, and prompts get their share of the rows."""
@@ -192,7 +195,15 @@ class SimulatedEngine:
         left = self.max_num_batched_tokens - (num_drafts + 1) * len(schedule.decodes)
         budget = max(left, min(self.block_size, self.max_num_batched_tokens))
         assert rows <= budget
-        assert rows == min(budget, sum(r.num_prefill - r.num_computed for r in in_prefill))
+        if self.shares_answers:
+            assert not any(chunk.decoded for chunk in schedule.chunks)
+            assert rows == min(budget, sum(r.num_prefill - r.num_computed for r in in_prefill))
+            return
+        assert rows == budget or len(schedule.chunks) == len(in_prefill)
+        for chunk in schedule.chunks:
+            left = len(chunk.request.prompt_ids) - chunk.first
+            assert chunk.decoded == (left <= 0)
+            assert chunk.num_rows & (chunk.num_rows - 1) == 0 if chunk.decoded else chunk.num_rows <= left
 
     # ---- the device ----
 
@@ -203,6 +214,11 @@ class SimulatedEngine:
         if position < self.max_model_len:
             self.cells[request.blocks[position // self.block_size], position % self.block_size] = value
 
+    def _check_form(self, request: Request, position: int) -> None:
+        """Where the forms are not the same, a prompt was computed as one, and an answer as it was decoded."""
+        key = request.blocks[position // self.block_size], position % self.block_size
+        assert self.shares_answers or (key in self.decoded) == (position >= len(request.prompt_ids))
+
     def _check_read(self, request: Request, ids: list[int], end: int) -> None:
         for position in range(min(end, self.max_model_len)):
             cell = self._cell(request, position)
@@ -210,6 +226,7 @@ class SimulatedEngine:
             assert cell[0] == tuple(ids[: position + 1])
             assert cell[1] in (tuple(ids[: position + 2]), None)
             assert cell[1] is not None or not request.cacheable
+            self._check_form(request, position)
 
     def _prefill(self, chunk: Chunk, num_drafts: int) -> Launched | None:
         request, end = chunk.request, chunk.first + chunk.num_rows
@@ -221,7 +238,7 @@ class SimulatedEngine:
         if chunk.is_last:
             ids.append(next_token(ids))
             self.device_ids[request.slot] = ids
-        self._write_rows(request, ids, chunk.first, end, num_drafts)
+        self._write_rows(request, ids, chunk.first, end, num_drafts, decoded=chunk.decoded)
         request.num_computed = end
         self._launched(request, num_drafts)
         self.scheduler.computed(request)
@@ -236,7 +253,7 @@ class SimulatedEngine:
         self._check_read(request, ids, first)
         for _ in range(accepted + 1):
             ids.append(next_token(ids))
-        self._write_rows(request, ids, first, first + accepted + 1, num_drafts)
+        self._write_rows(request, ids, first, first + accepted + 1, num_drafts, decoded=True)
         for position in range(first + accepted + 1, first + 2 * num_drafts + 1):
             self._write(request, position, None)  # rejected drafts and mask rows
         request.in_flight += 1
@@ -244,11 +261,16 @@ class SimulatedEngine:
         self._launched(request, num_drafts)
         return Launched(request, ids[first + 1 :], num_drafts + 1)
 
-    def _write_rows(self, request: Request, ids: list[int], first: int, end: int, num_drafts: int) -> None:
+    def _write_rows(
+        self, request: Request, ids: list[int], first: int, end: int, num_drafts: int, *, decoded: bool
+    ) -> None:
         has_drafter = max(self.num_drafts) > 0
         for position in range(first, end):
             draft = None if has_drafter and num_drafts == 0 else tuple(ids[: position + 2])
             self._write(request, position, (tuple(ids[: position + 1]), draft))
+            if position < self.max_model_len:
+                key = request.blocks[position // self.block_size], position % self.block_size
+                (self.decoded.add if decoded else self.decoded.discard)(key)
 
     def _launched(self, request: Request, num_drafts: int) -> None:
         request.cacheable &= num_drafts > 0 or max(self.num_drafts) == 0

@@ -259,6 +259,7 @@ WORLDS = st.fixed_dictionaries(
         num_drafts=st.sampled_from([(0,), (1,), (3,), (5,), (0, 3), (1, 2, 5), (0, 1, 5, 5)]),
         depth=st.integers(0, 2),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        shares_answers=st.booleans(),
         seed=st.integers(0, 2**16),
     )
 )
