@@ -177,6 +177,26 @@ def test_an_answer_that_is_computed_again_is_decoded_again_unless_that_is_the_sa
     assert chunks == parts
 
 
+@pytest.mark.parametrize("shares_answers,first", [(True, 24), (False, 12)])
+def test_an_answer_is_not_found_in_another_s_prompt_unless_that_is_the_same(shares_answers: bool, first: int):
+    """Of the same tokens: one request decoded them, another has them in its prompt."""
+    simulated, request = preempted(shares_answers)
+    other = make_request(1, [*request.token_ids, 0], 2)
+    simulated.scheduler.waiting.appendleft(other)
+    other.arrival = 1
+    while other.finish_reason is None:
+        chunks = [c for c in simulated.scheduler.schedule(3).chunks if c.request is other]
+        for chunk in chunks:
+            other.num_computed += chunk.num_rows
+            simulated.scheduler.computed(other)
+        other.finish_reason = "stop" if other.num_computed == 26 else None
+        if request.slot >= 0:
+            simulated.scheduler.running.remove(request)
+            simulated.scheduler._preempt(request)
+    simulated.scheduler.finish(other)
+    assert simulated.scheduler.schedule(3).chunks[0].first == first
+
+
 def test_a_request_too_big_to_wait_for_is_admitted_once_its_prefix_is_there():
     """The head of the queue is not matched in every step, but when a block it lacks appears."""
     simulated = engine(num_blocks=16, depth=0, max_num_batched_tokens=64)
