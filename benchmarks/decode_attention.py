@@ -28,11 +28,12 @@ from benchmarks.common import RESULTS, check_out, command, count, run_script, sa
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 from peagle.kernels import paged_decode
-from peagle.kernels.paged_decode import tile_form
+from peagle.kernels.paged_decode import FINE_KEYS, power_of_two, tile_form
 
 _BANDWIDTH = 4.8e9  # bytes a millisecond
 _MOST_KEPT = 8  # variants of a case in the file
-_KEYS, _WARPS, _STAGES, _TILES, _SPLITS = (32, 64, 128), (4, 8), (2, 3, 4, 5, 7), (16, 32, 64), (1, 2, 4)
+_KEYS_STAGES = ((32, 5), (32, 7), (64, 3), (64, 5), (128, 3))
+_WARPS_REGISTERS = ((4, None), (4, 128), (8, None))
 
 
 class Case(NamedTuple):
@@ -45,13 +46,16 @@ class Case(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """How: keys a turn of the loop, warps, pipeline stages, pairs of a tile, programs that share a tile's keys."""
+    """How: keys a turn of the loop, warps, pipeline stages, the most registers of a thread, pairs of a tile, programs
+    that share a tile's keys, whether warps have their own keys."""
 
     turn_keys: int
     warps: int
     stages: int
+    registers: int | None
     tile: int
     splits: int
+    own: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +73,10 @@ class DecodeAttentionRow:
     turn_keys: int | None = None
     warps: int | None = None
     stages: int | None = None
+    registers: int | None = None
     tile: int | None = None
     splits: int | None = None
+    own: bool | None = None
 
 
 def main() -> None:
@@ -94,14 +100,17 @@ def main() -> None:
 
 
 def variants(case: Case) -> Iterator[Variant]:
-    """Those worth a try: no tile that is twice as high as there are pairs, no splits where tiles fill the GPU twice."""
+    """Those worth a try: a tile holds a request's pairs or half of them, and splits do not fill the GPU many times."""
     heads, kv_heads, head_dim = model_kernels.SHAPES[case.shape].attention
-    pairs = case.rows * heads // kv_heads
-    for one in (Variant(*sizes) for sizes in product(_KEYS, _WARPS, _STAGES, _TILES, _SPLITS)):
-        tiles = case.requests * kv_heads * -(-pairs // one.tile)
-        fits = one.stages * one.turn_keys * head_dim * 4 <= 200 << 10
-        if fits and one.tile < 2 * max(pairs, 16) and (one.splits == 1 or tiles * one.splits <= 1056):
-            yield one
+    highest = max(16, min(power_of_two(case.rows * heads // kv_heads), 64))
+    for tile in sorted({highest, max(16, highest // 2)}):
+        tiles = case.requests * kv_heads * -(-case.rows * heads // (kv_heads * tile))
+        for splits in (splits for splits in (1, 2, 4, 8) if splits == 1 or 132 <= tiles * splits <= 1056):
+            if tile == 16:
+                yield Variant(FINE_KEYS, 4, 1, None, tile, splits, own=True)
+            for (keys, stages), (warps, registers) in product(_KEYS_STAGES, _WARPS_REGISTERS):
+                if stages // 2 * keys * head_dim * 4 <= 200 << 10:  # in flight
+                    yield Variant(keys, warps, stages, registers, tile, splits)
 
 
 def fastest(rows: list[DecodeAttentionRow], case: Case) -> list[DecodeAttentionRow]:
@@ -132,10 +141,10 @@ def _microseconds(case: Case, variant: Variant | None, replays: int) -> float | 
     )  # fmt: skip
 
     def form(*sizes: int) -> tuple[int, bool, int]:
-        return tile_form(*sizes) if variant is None else (variant.tile, False, 8)
+        return tile_form(*sizes) if variant is None else (variant.tile, variant.own, 8)
 
-    def launch(*plan: Any) -> tuple[int, int, int]:
-        return launch_sizes(*plan) if variant is None else variant[:3]
+    def launch(*plan: Any) -> tuple[int, int, int, int | None]:
+        return launch_sizes(*plan) if variant is None else variant[:4]
 
     launch_sizes = paged_decode_triton._launch_sizes
     with patch.object(paged_decode, "tile_form", form), patch.object(paged_decode_triton, "_launch_sizes", launch):

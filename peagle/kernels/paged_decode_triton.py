@@ -152,45 +152,106 @@ def _attend_own(q: tl.tensor, k_WSD: tl.tensor, v_WSD: tl.tensor, position_WS: t
 
 
 @triton.jit
-def _attend_chunk(q: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, first: tl.tensor,
-                  stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, key_S: tl.tensor, early: tl.tensor,
-                  early_block_S: tl.tensor, scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  TILE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, OWN: tl.constexpr,
-                  KEYS_FIRST: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Online softmax over keys first .. stop - 1 of one request; none before `lowest_key` is read.
+def _is_read(position_S: tl.tensor, stop: tl.tensor, lowest_key: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """Slots that nobody sees may hold NaN, which a zero weight would not remove: they are not read."""
+    read_S = position_S < stop
+    if WINDOW > 0:
+        read_S = read_S & (position_S >= lowest_key)
+    return read_S
+
+
+@triton.jit
+def _load_turn(keys_SD: tl.tensor, values_SD: tl.tensor, block_S: tl.tensor, position_S: tl.tensor, read_S: tl.tensor,
+               BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Keys and values of a turn of the loop."""
+    at_SD, read_S1 = _places(block_S, position_S, BLOCK_SIZE, HEAD_DIM), tl.expand_dims(read_S, -1)
+    return tl.load(keys_SD + at_SD, mask=read_S1, other=0.0), tl.load(values_SD + at_SD, mask=read_S1, other=0.0)
+
+
+@triton.jit
+def _attend_own_chunk(q: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, start: tl.tensor,
+                      stop: tl.tensor, lowest_key: tl.tensor, limit_T: tl.tensor, key_WS: tl.tensor,
+                      early: tl.tensor, early_block_WS: tl.tensor, scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr,
+                      HEAD_DIM: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+                      KEYS_FIRST: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """What pairs make of keys start .. stop - 1 of one request; none before `lowest_key` is read.
 
     Blocks of the KEYS keys from `early` on are known, unless KEYS_FIRST: these were attended to.
     """
     out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
-    for start in range(first, stop, KEYS):
-        position_S = start + key_S
-        # Slots that nobody sees may hold NaN, which a zero weight would not remove: they are not read.
-        read_S = position_S < stop
-        if WINDOW > 0:
-            read_S = read_S & (position_S >= lowest_key)
+    for turn in range(start, stop, KEYS):
+        position_WS = turn + key_WS
+        read_WS = _is_read(position_WS, stop, lowest_key, WINDOW)
         if KEYS_FIRST:
-            block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S, other=0)
+            block_WS = tl.load(table + position_WS // BLOCK_SIZE, mask=read_WS, other=0)
         else:
-            block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S & (start != early), other=0)
-            block_S = tl.where(start == early, early_block_S, block_S)
-        at_SD = _places(block_S, position_S, BLOCK_SIZE, HEAD_DIM)
-        k_SD = tl.load(keys_SD + at_SD, mask=tl.expand_dims(read_S, -1), other=0.0)
-        v_SD = tl.load(values_SD + at_SD, mask=tl.expand_dims(read_S, -1), other=0.0)
-        if OWN:
-            turn_TD, turn_top_T, turn_total_T = _attend_own(q, k_SD, v_SD, position_S, limit_T, scale_log2, WINDOW)
-            out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, turn_TD, turn_top_T, turn_total_T)
-        else:
-            scores_TS = tl.dot(q, tl.trans(k_SD), input_precision="ieee") * scale_log2
-            visible_TS = position_S[None] <= limit_T[:, None]
-            if WINDOW > 0:
-                visible_TS = visible_TS & (position_S[None] > limit_T[:, None] - WINDOW)
-            scores_TS = tl.where(visible_TS, scores_TS, -float("inf"))
-            new_top_T = tl.maximum(top_T, tl.max(scores_TS, axis=1))
-            weights_TS = tl.exp2(scores_TS - new_top_T[:, None])
-            shrink_T = tl.exp2(top_T - new_top_T)
-            total_T = total_T * shrink_T + tl.sum(weights_TS, axis=1)
-            out_TD = tl.dot(weights_TS.to(v_SD.dtype), v_SD, out_TD * shrink_T[:, None], input_precision="ieee")
-            top_T = new_top_T
+            block_WS = tl.load(table + position_WS // BLOCK_SIZE, mask=read_WS & (turn != early), other=0)
+            block_WS = tl.where(turn == early, early_block_WS, block_WS)
+        k_WSD, v_WSD = _load_turn(keys_SD, values_SD, block_WS, position_WS, read_WS, BLOCK_SIZE, HEAD_DIM)
+        turn_TD, turn_top_T, turn_total_T = _attend_own(q, k_WSD, v_WSD, position_WS, limit_T, scale_log2, WINDOW)
+        out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, turn_TD, turn_top_T, turn_total_T)
+    return out_TD, top_T, total_T
+
+
+@triton.jit
+def _attend_turn(q: tl.tensor, k_SD: tl.tensor, v_SD: tl.tensor, position_S: tl.tensor, limit_T: tl.tensor,
+                 out_TD: tl.tensor, top_T: tl.tensor, total_T: tl.tensor, scale_log2: tl.tensor, WINDOW: tl.constexpr
+                 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Online softmax: a chunk's sums with the keys of one more turn."""
+    scores_TS = tl.dot(q, tl.trans(k_SD), input_precision="ieee") * scale_log2
+    visible_TS = position_S[None] <= limit_T[:, None]
+    if WINDOW > 0:
+        visible_TS = visible_TS & (position_S[None] > limit_T[:, None] - WINDOW)
+    scores_TS = tl.where(visible_TS, scores_TS, -float("inf"))
+    new_top_T = tl.maximum(top_T, tl.max(scores_TS, axis=1))
+    weights_TS = tl.exp2(scores_TS - new_top_T[:, None])
+    shrink_T = tl.exp2(top_T - new_top_T)
+    total_T = total_T * shrink_T + tl.sum(weights_TS, axis=1)
+    out_TD = tl.dot(weights_TS.to(v_SD.dtype), v_SD, out_TD * shrink_T[:, None], input_precision="ieee")
+    return out_TD, new_top_T, total_T
+
+
+@triton.jit
+def _stream(q: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.tensor, chunk: tl.tensor, end: tl.tensor,
+            lowest_key: tl.tensor, last_key: tl.tensor, limit_T: tl.tensor, key_S: tl.tensor, early: tl.tensor,
+            early_block_S: tl.tensor, kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor, is_shared: tl.tensor,
+            scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+            KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr
+            ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """What pairs make of chunks chunk, chunk + SPLITS, .. before `end`: all of them folded if nobody shares the tile,
+    else the last, and each of them kept if the tile `is_shared`.
+
+    One loop over the turns of all chunks, for its loads run ahead: a loop for each chunk would begin by waiting.
+    """
+    turns = end * 0
+    for c in range(chunk, end, SPLITS):
+        start, stop = _run_of(c, lowest_key, last_key, KEYS, WINDOW)
+        turns += (stop - start + KEYS - 1) // KEYS
+    start, stop = _run_of(chunk, lowest_key, last_key, KEYS, WINDOW)
+    out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
+    chunk_TD, chunk_top_T, chunk_total_T = _nothing(TILE, HEAD_DIM)
+    for _ in range(turns):
+        position_S = start + key_S
+        read_S = _is_read(position_S, stop, lowest_key, WINDOW)
+        block_S = tl.load(table + position_S // BLOCK_SIZE, mask=read_S & (start != early), other=0)
+        block_S = tl.where(start == early, early_block_S, block_S)
+        k_SD, v_SD = _load_turn(keys_SD, values_SD, block_S, position_S, read_S, BLOCK_SIZE, HEAD_DIM)
+        chunk_TD, chunk_top_T, chunk_total_T = _attend_turn(
+            q, k_SD, v_SD, position_S, limit_T, chunk_TD, chunk_top_T, chunk_total_T, scale_log2, WINDOW
+        )  # fmt: skip
+        is_last, start = start + KEYS >= stop, start + KEYS
+        if is_last:
+            if SPLITS == 1:
+                out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+            else:
+                if is_shared:
+                    _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
+                out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T
+            chunk_TD, chunk_top_T, chunk_total_T = _nothing(TILE, HEAD_DIM)
+        # Apart from the branch above, or the next turn's loads would have to wait for it.
+        chunk = tl.where(is_last, chunk + SPLITS, chunk)
+        next_start, next_stop = _run_of(chunk, lowest_key, last_key, KEYS, WINDOW)
+        start, stop = tl.where(is_last, next_start, start), tl.where(is_last, next_stop, stop)
     return out_TD, top_T, total_T
 
 
@@ -252,28 +313,35 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
 
     place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS
     kept_TD, kept_T = scratch_out + t[:, None] * HEAD_DIM + d[None], scratch_stats + t
-    out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
-    next_chunk = first + split + (SPLITS if KEYS_FIRST else 0)
-    if KEYS_FIRST:
-        read_SD = tl.expand_dims(early_S <= last_key, -1)
-        k_SD, v_SD = tl.where(read_SD, k_SD, 0.0), tl.where(read_SD, v_SD, 0.0)
-        out_TD, top_T, total_T = _attend_own(q, k_SD, v_SD, early_S, limit_T, scale_log2, WINDOW)
-        if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
-            if count > 1:
-                _keep(kept_TD, kept_T, place + split, out_TD, top_T, total_T, TILE, HEAD_DIM)
-    if not KEYS_FIRST or SPLITS < CHUNKS:  # else nobody has a second chunk
-        for chunk in range(next_chunk, end, SPLITS):
-            start, stop = _run_of(chunk, lowest_key, last_key, KEYS, WINDOW)
-            chunk_TD, chunk_top_T, chunk_total_T = _attend_chunk(
-                q, keys_SD, values_SD, table, start, stop, lowest_key, limit_T, key_S, early, early_block_S,
-                scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW, OWN, KEYS_FIRST,
-            )  # fmt: skip
-            if SPLITS == 1:
-                out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
-            else:
+    if not OWN:
+        out_TD, top_T, total_T = _stream(
+            q, keys_SD, values_SD, table, first + split, end, lowest_key, last_key, limit_T, key_S, early,
+            early_block_S, kept_TD, kept_T, place, count > 1, scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, SPLITS,
+            WINDOW,
+        )  # fmt: skip
+    else:
+        out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
+        next_chunk = first + split + (SPLITS if KEYS_FIRST else 0)
+        if KEYS_FIRST:
+            read_SD = tl.expand_dims(early_S <= last_key, -1)
+            k_SD, v_SD = tl.where(read_SD, k_SD, 0.0), tl.where(read_SD, v_SD, 0.0)
+            out_TD, top_T, total_T = _attend_own(q, k_SD, v_SD, early_S, limit_T, scale_log2, WINDOW)
+            if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
                 if count > 1:
-                    _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
-                out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
+                    _keep(kept_TD, kept_T, place + split, out_TD, top_T, total_T, TILE, HEAD_DIM)
+        if not KEYS_FIRST or SPLITS < CHUNKS:  # else nobody has a second chunk
+            for chunk in range(next_chunk, end, SPLITS):
+                start, stop = _run_of(chunk, lowest_key, last_key, KEYS, WINDOW)
+                chunk_TD, chunk_top_T, chunk_total_T = _attend_own_chunk(
+                    q, keys_SD, values_SD, table, start, stop, lowest_key, limit_T, key_S, early, early_block_S,
+                    scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW, KEYS_FIRST,
+                )  # fmt: skip
+                if SPLITS == 1:
+                    out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+                else:
+                    if count > 1:
+                        _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
+                    out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
 
     if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
         if count > 1:
@@ -299,7 +367,7 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
     scratch = plan.scratch
     group = heads // kv_heads
     tiles = plan.tables_BN.shape[0] * -(-plan.rows * group // plan.tile_size)
-    keys, warps, stages = _launch_sizes(plan, head_dim, q_RND.dtype)
+    keys, warps, stages, registers = _launch_sizes(plan, head_dim, q_RND.dtype)
     sinks_N = cache.limit_R if cache.sinks_N is None else cache.sinks_N  # not read without sinks
     kept = (scratch.out_WMCTD, scratch.stats_WMC2T, scratch.arrivals_WM) if scratch else (out_RND,) * 3
     # Of more dims they would take too many registers; splits past the fine chunks begin with several turns.
@@ -311,19 +379,20 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
             head_dim**-0.5 * _LOG2_E.value, ROWS=plan.rows, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=plan.block_size,
             TILE=plan.tile_size, KEYS=keys, CHUNKS=plan.chunks, SPLITS=plan.splits, WINDOW=cache.window or 0,
             SINKS=cache.sinks_N is not None, OWN=plan.own_keys, KEYS_FIRST=keys_first,
-            EARLY=launches_early(q_RND.device), num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+            EARLY=launches_early(q_RND.device), num_warps=warps, num_stages=stages, maxnreg=registers,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out_RND
 
 
-def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys per turn of the loop, which divide a chunk; warps; pipeline stages."""
+def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
+    """Keys per turn of the loop, which divide a chunk; warps; pipeline stages; the most registers of a thread."""
     if plan.own_keys:
-        return FINE_KEYS, 4, 1
+        return FINE_KEYS, 4, 1, None
     if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
-        return (32 if head_dim <= 64 else 16), (4 if plan.tile_size <= 16 else 8), 2
+        return (32 if head_dim <= 64 else 16), (4 if plan.tile_size <= 16 else 8), 2, None
     # The loads of keys wait for those of block ids: seven stages are three tiles of keys and values in flight.
     if head_dim == 256:
-        return 16, 4, 7
+        return 16, 4, 7, None
     # Of 128 dims, half as many turns make up for fewer in flight (benchmarks/results/decode-attention-h200.json).
-    return (64, 4, 7) if head_dim <= 64 else (64, 4, 3)
+    return (64, 4, 7, None) if head_dim <= 64 else (64, 4, 3, None)

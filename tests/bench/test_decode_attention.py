@@ -18,11 +18,12 @@ def test_what_is_tried():
     assert {one.tile for one in tried} == {16}  # a higher one would be half empty
     assert {one.splits for one in tried} == {1, 2}  # 512 tiles: four programs each would be two waves of them
     assert {one.tile for one in variants(CASE._replace(rows=8))} == {16, 32}
-    assert {one.splits for one in variants(CASE._replace(requests=1))} == {1, 2, 4}
+    assert {one.splits for one in variants(CASE._replace(requests=8))} == {1, 4, 8}  # of fewer the GPU is not full
+    assert {one.tile for one in tried if one.own} == {16}
 
 
 def test_what_is_kept():
-    rows = [_row(CASE, Variant(64, 4, stages, 16, 1), 20.0 - stages) for stages in range(1, 11)]
+    rows = [_row(CASE, Variant(64, 4, stages, None, 16, 1), 20.0 - stages) for stages in range(1, 11)]
     rows += [_row(CASE, None, 18.5), _row(CASE._replace(rows=8), None, 30.0)]
     kept = fastest(rows, CASE)
     assert [row.microseconds for row in kept] == [18.5, *range(10, 18)]

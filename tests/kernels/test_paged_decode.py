@@ -219,7 +219,7 @@ def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: 
         rows, torch.zeros(1, 256, device="meta"), BLOCK, heads=group, kv_heads=1, head_dim=dim, backend="torch",
         splits=splits,
     )  # fmt: skip
-    keys, warps, stages = _launch_sizes(plan, dim, torch.bfloat16)
+    keys, warps, stages, _ = _launch_sizes(plan, dim, torch.bfloat16)
     assert FINE_KEYS % keys == 0
     first = dim == 64 and window == 0 and plan.own_keys
     kinds = {"limit_R": "*i64", "tables_BN": "*i32", "arrivals": "*i32", "table_width": "i32", "scale_log2": "fp32"}
