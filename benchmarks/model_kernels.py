@@ -405,6 +405,7 @@ def _milliseconds(args: argparse.Namespace, work: Work) -> float:
     if args.device == "cpu":
         return 1e3 * min(_seconds(lambda: work.call(0)) for _ in range(3))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which fills the inputs
     with torch.cuda.stream(stream):
         for copy in range(work.copies):  # compiles, and fills the allocator
             work.call(copy)

@@ -32,7 +32,9 @@ from peagle.kernels.backend import INVARIANT, use_triton
 FINE_KEYS = 128
 _DOUBLING_CHUNKS = 8
 _MULTIPROCESSORS = 132  # an H200's
-_MOST_RESIDENT = 3  # programs of one of them
+_MOST_RESIDENT = 4  # programs of one of them
+_MOST_SHARING = 3  # of those, so that tiles which just fill the GPU are not split: that costs more than it shares
+_TILE_NUMBERS = 8192  # of the tiles that a multiprocessor holds at once
 _MAX_TILE = 64
 _FEW_TILES = 64  # of 16 pairs: with more, to read keys several times costs more than to wait
 MOST_EARLY = 16  # programs of own keys that share a tile: as many as fine chunks; idle ones cost time
@@ -75,6 +77,7 @@ class DecodePlan:
     triton: bool
     tile_size: int  # pairs, a power of two
     own_keys: bool  # each warp
+    resident: int  # programs that a multiprocessor is to hold
     chunks: int  # that a table's width holds
     splits: int  # programs that share a tile's chunks
     scratch: SplitScratch | None  # None where nothing is shared
@@ -103,7 +106,8 @@ def plan_decode(
     tile_size, own_keys, resident = tile_form(head_dim, *judged)
     tiles = batch * -(-pairs // tile_size)
     if splits is None:  # all programs run at once: a second wave costs more than it shares
-        splits = min(max(1, resident * _MULTIPROCESSORS // (tiles * kv_heads)), MOST_EARLY if own_keys else chunks)
+        programs = min(resident, _MOST_SHARING) * _MULTIPROCESSORS
+        splits = min(max(1, programs // (tiles * kv_heads)), MOST_EARLY if own_keys else chunks)
     splits = min(splits, chunks)
     scratch = None
     if triton and splits > 1:
@@ -113,7 +117,7 @@ def plan_decode(
             torch.empty((*shape[:3], 2, tile_size), dtype=torch.float32, device=device),
             torch.zeros(shape[:2], dtype=torch.int32, device=device),
         )
-    return DecodePlan(rows, tables_BN, block_size, triton, tile_size, own_keys, chunks, splits, scratch)
+    return DecodePlan(rows, tables_BN, block_size, triton, tile_size, own_keys, resident, chunks, splits, scratch)
 
 
 def tile_form(head_dim: int, pairs: int, kv_heads: int) -> tuple[int, bool, int]:
@@ -123,12 +127,12 @@ def tile_form(head_dim: int, pairs: int, kv_heads: int) -> tuple[int, bool, int]
         return (8, True, 3) if head_dim <= 64 and pairs <= 24 else (16, True, 2)
     most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
     tile_size = max(16, min(power_of_two(pairs), most))
-    return tile_size, False, max(1, min(8192 // (head_dim * tile_size), _MOST_RESIDENT))
+    return tile_size, False, max(1, min(_TILE_NUMBERS // (head_dim * tile_size), _MOST_RESIDENT))
 
 
 def most_scratch_bytes(keys: int, head_dim: int) -> int:
     """No plan for tables of so many keys takes more scratch: tiles that are shared leave room for as many programs."""
-    return _MOST_RESIDENT * _MULTIPROCESSORS // 2 * num_chunks(keys) * _MAX_TILE * (head_dim + 2) * 4
+    return _MULTIPROCESSORS * _TILE_NUMBERS // (2 * head_dim) * num_chunks(keys) * (head_dim + 2) * 4
 
 
 def power_of_two(least: int) -> int:

@@ -18,7 +18,7 @@ from peagle.kernels.paged_decode import FINE_KEYS, MOST_EARLY, CacheView, Decode
 _FINE = tl.constexpr(FINE_KEYS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # a running maximum that is finite, so that -inf - maximum is never NaN
-_MOST_AT_ONCE = tl.constexpr(8192)  # elements of chunks that the last to arrive loads together: registers
+_MOST_AT_ONCE = tl.constexpr(16384)  # elements of chunks that the last to arrive loads together: registers
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _fold_kept(kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor, first: t
                HEAD_DIM: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Fold the chunks first .. end - 1 that programs left."""
     out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
-    AT_ONCE: tl.constexpr = max(1, min(8, _MOST_AT_ONCE // (TILE * HEAD_DIM)))
+    AT_ONCE: tl.constexpr = min(8 if TILE * HEAD_DIM <= 1024 else 4, _MOST_AT_ONCE // (TILE * HEAD_DIM))
     for from_chunk in range(first, end, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             kept, there = place + from_chunk + i, from_chunk + i < end
@@ -391,8 +391,14 @@ def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[
         return FINE_KEYS, 4, 1, None
     if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
         return (32 if head_dim <= 64 else 16), (4 if plan.tile_size <= 16 else 8), 2, None
-    # The loads of keys wait for those of block ids: seven stages are three tiles of keys and values in flight.
+    # Fewer than the compiler would take, where so many programs are to be resident.
+    registers = min(65536 // (128 * plan.resident) // 8 * 8, 255)
+    # Loads of keys wait for those of block ids: seven stages are three turns in flight, five two, three one. Measured:
+    # benchmarks/results/decode-attention-h200.json.
     if head_dim == 256:
-        return 16, 4, 7, None
-    # Of 128 dims, half as many turns make up for fewer in flight (benchmarks/results/decode-attention-h200.json).
-    return (64, 4, 7, None) if head_dim <= 64 else (64, 4, 3, None)
+        return 16, 4, 7, registers
+    if head_dim == 128 and plan.tile_size <= 16:
+        return 32, 4, 5, registers
+    if head_dim == 128 and plan.tile_size == 32 and plan.splits > 1:
+        return 128, 4, 3, registers  # a program has about one chunk
+    return 64, 4, (3 if plan.tile_size <= 32 else 5), registers
