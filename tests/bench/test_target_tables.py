@@ -16,6 +16,7 @@ from benchmarks.target_tables import Figure, targets
         (Figure("a", 1.3 - 1e-9, 1.3), "1.300000", "**no**"),
         (Figure("a", 2.5), "2.50", "yes"),
         (Figure("a", None, 2.0), "not measured", "–"),
+        (Figure("a", 1.29986, 1.3, floors=1.3), "1.2999 (floors: 1.30)", "**no**"),
     ],
 )
 def test_a_miss_reads_as_one(figure, shown, verdict):
@@ -90,6 +91,19 @@ def test_every_target_is_judged_by_its_files():
     assert line(text, "over vLLM's best", "smollm2-135m") == ["not measured", "–"]
     assert "second run" not in text
     assert "[over-vllm](benchmarks/results/over-vllm-h200.json) (partial)" in text
+
+
+def test_floors_stand_beside_the_steps_of_one_request():
+    rows = [
+        engine("p-eagle", 7, 2.0, floor_ms=1.0),
+        engine("eagle3", 7, 2.4, floor_ms=1.1),
+        engine("p-eagle", 7, 4.0, 64, floor_ms=2.0),
+        engine("eagle3", 7, 4.4, 64, floor_ms=3.0),
+        engine("p-eagle", 1, 1.5, floor_ms=0.5),
+    ]
+    text = targets(lambda name: {"settings": {}, "results": {"rows": rows}} if "engine-speed-qwen3" in name else None)
+    measured = "c = 1: 1.20 (floors: 1.10), c = 64: 1.10"
+    assert line(text, "P-EAGLE over EAGLE-3", "qwen3-8b") == [measured, "c = 1: **no**, c = 64: yes"]
 
 
 def test_nothing_was_measured():
