@@ -217,6 +217,22 @@ def test_names_are_no_markup(tmp_path, capsys):
     assert "settings differ in dataset_path: [/red] 100 -> None" in text
 
 
+def test_in_80_columns_no_name_is_cut(tmp_path, capsys):
+    def load(path, shift):
+        spread = {name: dict.fromkeys(("mean", "p50", "p95"), 1000.0 + shift) for name in ("ttft", "tpot")}
+        return write(path, [{"model": f"smollm2-135m in a folder of {n} words", "latency_ms": spread} for n in "ab"])
+
+    folders = [tmp_path / name for name in ("before", "after")]
+    assert run_compare(*(load(one / "load.json", 9 * n) for n, one in enumerate(folders)), Console(width=80)) == 0
+    text = capsys.readouterr().out
+    head, _, table = text.partition("figure ")
+    assert f"first: {folders[0] / 'load.json'}, second: {folders[1] / 'load.json'}" in head
+    assert max(map(len, table.partition("figures:")[0].splitlines())) <= 80
+    assert "smollm2-135m in a folder of b words" in " ".join(table.split())
+    for name in ("ttft", "tpot"):
+        assert [table.count(f"latency_ms.{name}.{part} ") for part in ("mean", "p50", "p95")] == [2, 2, 2]
+
+
 def test_bad_input_is_named(tmp_path):
     good = write(tmp_path / "a.json", [speed(1)])
     with pytest.raises(PeagleError, match="no row in common"):
