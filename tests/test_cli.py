@@ -101,6 +101,14 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
+def flags_of(verb):
+    """The names of all its flags."""
+    command = typer.main.get_command(app)
+    for name in verb.split():
+        command = command.commands[name]
+    return {name for flag in command.params for name in (*flag.opts, *flag.secondary_opts) if "--" in name}
+
+
 @pytest.mark.parametrize("verb", ["", *VERBS, "bench", "bench serve", "bench sweep", "bench compare"])
 def test_help_shows_examples(verb):
     done = peagle(*verb.split(), "--help", COLUMNS="200")
@@ -148,11 +156,8 @@ def test_what_is_said_of_the_engines_flags_stands_once():
 
 @pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench sweep", "bench compare"])
 def test_no_flag_is_cut_short_on_a_narrow_terminal(verb):
-    command = typer.main.get_command(app)
-    for name in verb.split():
-        command = command.commands[name]
     words = set(peagle(*verb.split(), "--help", COLUMNS="80").stdout.replace(",", " ").split())
-    assert {name for flag in command.params for name in (*flag.opts, *flag.secondary_opts) if "--" in name} <= words
+    assert flags_of(verb) <= words
 
 
 def test_the_engines_flags_have_vllms_names(monkeypatch):

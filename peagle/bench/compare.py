@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from rich.text import Text
 from peagle.bench.markdown import Block, print_block
 from peagle.bench.report import read_result
 from peagle.bench.result_figures import (
+    NO_SPREAD,
+    TOO_FEW,
     Figure,
     Key,
     as_list,
@@ -28,6 +31,15 @@ from peagle.meter import say
 REGRESSION_STATUS = 1
 # What differs between any two runs, and what is shown otherwise.
 _ALWAYS_OTHER = ("command", "seconds", "label", "out", "result_filename", "result_dir", "stopped_by", "partial")
+# What gives a verb's results more of what they lack; no other verb has something that does.
+_FLAGS = MappingProxyType(
+    {
+        (TOO_FEW, "eval"): "--limit",
+        (TOO_FEW, "bench serve"): "--num-prompts",
+        (TOO_FEW, "bench sweep"): "--num-prompts, --min-prompts",
+        (NO_SPREAD, "bench sweep"): "--repeats",
+    }
+)
 
 Verdict = Literal["same", "noise", "moved", "cannot tell"]
 Json = Mapping[str, Any]
@@ -129,8 +141,18 @@ def run_compare(
     say(console, f"{len(verdicts)} figures: {counted}")
     reasons = Counter(change.unsure for change in found.changes if change.verdict == "cannot tell")
     for reason, count in reasons.items():
-        say(console, f"cannot tell of {count}: {reason}")
+        say(console, f"cannot tell of {count}: {reason}; {_remedy(reason, results[1]['settings'].get('command'))}")
     return 0 if fail_on_regression is None else _judge(found, fail_on_regression, console)
+
+
+def _remedy(reason: str, command: object) -> str:
+    """What to do about figures that nobody can judge, with the flags of the command that measured them."""
+    words = str(command).split()
+    verb = " ".join(words[1 : 3 if words[1:2] == ["bench"] else 2])
+    flags = _FLAGS.get((reason, verb)) if words[:1] == ["peagle"] else None
+    if flags is None and reason == NO_SPREAD:
+        return "two runs of one kind show how far it moves by itself"
+    return "measure again with more" + (f" (peagle {verb} {flags})" if flags else "")
 
 
 def _judge(found: Comparison, percent: float, console: Console) -> int:
