@@ -34,6 +34,7 @@ VERBS = (
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
+    "templated_prompt",
     "text",
     "token_ids",
     "finish_reason",
@@ -260,7 +261,8 @@ def test_bugs_keep_their_traceback(monkeypatch):
 def test_generate_json_end_to_end(tiny):
     model, head, folder = tiny
     prompts = folder / "prompts.jsonl"
-    rows = ({"prompt": "hello"}, {"turns": ["hell", "later"]}, {"messages": [{"role": "user", "content": "he"}]})
+    said = [{"role": role, "content": text} for role, text in (("user", "o"), ("assistant", "l"), ("user", "he"))]
+    rows = ({"prompt": "hello"}, {"turns": ["hell", "later"]}, {"messages": said})
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
     common = ("generate", model, "--prompts-file", prompts, "--max-tokens", 12, "--json", "--temperature", 0.8)
     common = (*common, "--seed", 3)
@@ -276,7 +278,8 @@ def test_generate_json_end_to_end(tiny):
         assert record["num_draft_tokens"] == 3 * record["num_rounds"] > 0
         assert sum(record["accepted_per_position"]) == record["num_accepted_tokens"]
         assert reference["num_draft_tokens"] == 0
-    assert with_drafts[1]["prompt"] == "<|im_start|>hell<|im_end|>"
+    assert [record["prompt"] for record in with_drafts] == ["hello", "hell", "he"]
+    assert with_drafts[1]["templated_prompt"] == "<|im_start|>hell<|im_end|>"
 
 
 def test_generate_streams_text_and_prints_figures(tiny, capsys):
@@ -299,7 +302,7 @@ def test_generate_streams_text_and_prints_figures(tiny, capsys):
     out, err = capsys.readouterr()
     assert run(app, [*arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["prompt"] == "hello"
+    assert record["prompt"] == record["templated_prompt"] == "hello"
     assert out == record["text"] + "\n"
     assert "8 tokens, " in err
     assert "acceptance length 1." in err
