@@ -164,7 +164,7 @@ def test_no_flag_is_cut_short_on_a_narrow_terminal(verb):
 def test_the_engines_flags_have_vllms_names(monkeypatch):
     built = []
     monkeypatch.setattr("peagle.cli._load", lambda model, speculation, config: built.append((speculation, config)))
-    monkeypatch.setattr("peagle.chat.run_chat", lambda llm, params: None)
+    monkeypatch.setattr("peagle.chat.run_chat", lambda llm, params, piped: None)
     assert run(app, ["chat", "m"]) == 0
     line = (
         "chat m --head d --num-speculative-tokens auto --gpu-memory-utilization 0.5 --max-num-seqs 2 --block-size 32 "
@@ -417,14 +417,27 @@ def test_profile_of_random_weights(capsys, tmp_path):
 
 def test_ctrl_c_leaves_the_chat_with_status_130(tiny):
     command = [sys.executable, "-m", "peagle", "chat", str(tiny[0])]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    keyboard, terminal = os.openpty()
+    pipes = dict(stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with subprocess.Popen(command, env=environment(), text=True, **pipes) as process:
         assert process.stdout.readline().startswith("Type a message")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
+    os.close(keyboard), os.close(terminal)
     assert process.returncode == 130
     assert "peagle: interrupted" in err
     assert "Traceback" not in err
+
+
+def test_what_is_piped_into_a_chat_is_answered_line_by_line(tiny):
+    command = [sys.executable, "-m", "peagle", "chat", str(tiny[0]), "--max-tokens", "5", "--seed", "1"]
+    done = subprocess.run(
+        command, input="hello\n\nhe\n", capture_output=True, text=True, env=environment(), timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert not any(noise in done.stdout for noise in (">", "[", "Type a message"))
+    assert done.stderr.count(" tokens, ") == 2
 
 
 def test_cpu_memory_that_runs_out_is_one_line():
