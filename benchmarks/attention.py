@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.common import RESULTS, command, run_script
+from benchmarks.common import RESULTS, check_gpu, command, run_script
 from peagle.bench.report import write_result
-from peagle.errors import PeagleError
 from peagle.kernels.range_attention import KeyRanges, range_attention
 from peagle.training.rows import ROW_BLOCK, sample_rows
 
@@ -275,8 +274,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="try tiles instead, to tune launch_sizes")
     parser.add_argument("--sweep-positions", type=int, default=8192)
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise PeagleError("no CUDA device: run on a GPU, or try the script itself with --device cpu --backends torch")
+    if args.device == "cuda":
+        check_gpu("run on one, or try the script itself with --device cpu --backends torch")
     return args
 
 

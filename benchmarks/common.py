@@ -67,6 +67,14 @@ def check_out(out: Path, *, cpu: bool) -> None:
     check_result_path(out)
 
 
+def check_gpu(why: str) -> None:
+    """Raise PeagleError where there is no GPU; `why` says what needs one, or what to do without."""
+    import torch  # late: who only reads results needs none
+
+    if not torch.cuda.is_available():
+        raise PeagleError(f"no CUDA GPU here: {why}")
+
+
 def _end(*_: object) -> None:
     raise SystemExit(128 + signal.SIGTERM)
 

@@ -24,9 +24,8 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import model_kernels
-from benchmarks.common import RESULTS, check_out, command, count, run_script, say_progress
+from benchmarks.common import RESULTS, check_gpu, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
-from peagle.errors import PeagleError
 from peagle.kernels import paged_decode
 from peagle.kernels.paged_decode import FINE_KEYS, power_of_two, tile_form
 
@@ -170,8 +169,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=count, default=12, help="processes that compile")
     args = parser.parse_args()
     check_out(args.out, cpu=False)
-    if not torch.cuda.is_available():
-        raise PeagleError("decode_attention needs a CUDA GPU: what it times is Triton's form")
+    check_gpu("what is timed is Triton's form")
     return args
 
 

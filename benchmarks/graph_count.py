@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import RESULTS, check_out, command, count, run_script
+from benchmarks.common import RESULTS, check_gpu, check_out, command, count, run_script
 from peagle.bench.report import write_result
 from peagle.devices import resolve_engine_device
-from peagle.errors import PeagleError
 
 _CASES = (("matmul", 200, True), ("matmul", 50, True), ("add", 200, True), ("add", 200, False))
 _ROWS, _IN, _OUT = 4, 576, 960  # of the matmuls: about what SmolLM2's layers have
@@ -110,8 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=count, default=7)
     args = parser.parse_args()
     check_out(args.out, cpu=False)
-    if not torch.cuda.is_available():
-        raise PeagleError("graph_count needs a CUDA GPU: there are no graphs on a CPU")
+    check_gpu("there are no graphs on a CPU")
     return args
 
 

@@ -6,7 +6,7 @@ stop the others. A manifest says what ran, how long, with what status, and where
 of them. vLLM needs --python or --kit (benchmarks/peer_vllm.py); without, what needs it is skipped. The sweeps of heads
 that were trained for them are no part of this. Hardware: one H200, about an hour and a half.
 
-    python -m benchmarks.h200 --list        # what there is, minutes, commands
+    python -m benchmarks.h200 --list        # what there is, minutes, what each measures
     python -m benchmarks.h200 --kit KIT
     python -m benchmarks.h200 --only step-kernels model-kernels --out /tmp/h200      # what begins so, somewhere else
 """
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.common import HEAD, RESULTS, ROOT, command, run_script
@@ -131,6 +132,25 @@ TASKS: tuple[Task, ...] = (
     _lossless("bfloat16-invariant", "--dtype bfloat16 --kernels invariant"),
     Task("no-waits", "pytest", "-m gpu tests/engine/test_graphs.py -k never_waits", 2, has_result=False),
     Task("random-requests", "pytest", "-m gpu tests/engine/test_fuzz.py", 8, has_result=False),
+)
+
+# What they measure, by how their names begin.
+_WHAT = MappingProxyType(
+    {
+        "peer-vllm": "the speeds of engine-speed, from vLLM",
+        "over-vllm": "the best engine here over vLLM's best",
+        "engine-speed": "decode steps, tokens/s by method, K, requests",
+        "savings": "a step without each of its savings",
+        "auto-k": "K chosen by the engine against every fixed K",
+        "graph-count": "what further CUDA graphs do to one",
+        "prompt-attention": "attention of whole prompts",
+        "step-kernels": "small kernels of a step, Triton and torch",
+        "model-kernels": "operations of a layer, Triton and torch",
+        "sweep": "the shipped head by K and requests, and no drafts",
+        "lossless-gpu": "the same output whatever the engine does",
+        "no-waits": "no wait of the host in steady decode",
+        "random-requests": "20,000 random requests are answered right",
+    }
 )
 
 
@@ -267,13 +287,18 @@ def chosen(names: Sequence[str] | None) -> list[Task]:
     return [task for task in TASKS if names is None or task.name.startswith(tuple(names))]
 
 
+def listed(task: Task) -> str:
+    """A task's line in the list. What reads vLLM's results needs it as well."""
+    needs_vllm = task.runs_vllm or any(one.runs_vllm for one in TASKS if one.name in task.after)
+    what = next(text for start, text in _WHAT.items() if task.name.startswith(start))
+    return f"{task.name:44} {task.minutes:4.1f} min  {'needs vLLM' if needs_vllm else '':10}  {what}"
+
+
 def main() -> None:
     args = _arguments()
     tasks, out = chosen(args.only), _in_repository(args.out)
     if args.list:
-        for task in tasks:
-            typed = subprocess.list2cmdline(["python", *task.arguments(out, ["--kit", "KIT"])])
-            print(f"{task.name:44} {task.minutes:4.1f} min  {typed}")
+        print("\n".join(map(listed, tasks)))
         return
     if args.kit is not None and not (args.kit / "site").is_dir():
         raise PeagleError(f"--kit {args.kit} has no folder `site`: give the one that holds vLLM there")
@@ -290,7 +315,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="what begins so, in the list's order")
-    parser.add_argument("--list", action="store_true", help="say what there is, with minutes and commands")
+    parser.add_argument("--list", action="store_true", help="say what there is, what each measures, minutes")
     parser.add_argument("--python", help="an interpreter that has vLLM")
     parser.add_argument("--kit", type=Path, metavar="DIR", help="a folder with vLLM in `site`")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where results and the manifest go")

@@ -32,9 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
+from benchmarks.common import RESULTS, amount, check_gpu, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
-from peagle.errors import PeagleError
 from peagle.kernels.fused_linear import linear_add, norm_gated_linear, norm_linear
 from peagle.kernels.kv_write import kv_write
 from peagle.kernels.moe import ExpertWeights, moe
@@ -454,8 +453,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
     cpu = args.device == "cpu"
-    if not cpu and not torch.cuda.is_available():
-        raise PeagleError("no CUDA device: run on a GPU, or try the script itself with --device cpu")
+    if not cpu:
+        check_gpu("run on one, or try the script itself with --device cpu")
     check_out(args.out, cpu=cpu)
     args.shapes = args.shapes or (["tiny"] if cpu else [name for name in SHAPES if name != "tiny"])
     defaults = {

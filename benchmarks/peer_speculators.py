@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, command
+from benchmarks.common import RESULTS, check_gpu, command
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
 
@@ -114,8 +114,8 @@ def main() -> None:
     args = _arguments()
     peer = import_peer()
     device = torch.device("cpu" if args.toy else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PeagleError("no CUDA device here: run on one, or pass --toy for tiny sizes on the CPU")
+    if device.type == "cuda":
+        check_gpu("run on one, or pass --toy for tiny sizes on the CPU")
     rows: list[PeerRow] = []
     for series in TOY_SERIES if args.toy else ALL_SERIES:
         if series.shape.name not in args.shapes and not args.toy:

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, amount, check_out, command, count, run_script, say_progress
+from benchmarks.common import RESULTS, amount, check_gpu, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
-from peagle.errors import PeagleError
 from peagle.kernels.accept import accept
 from peagle.kernels.commit import commit
 from peagle.kernels.draft_layout import DraftLayout, LayoutSizes, draft_layout, kv_slots
@@ -313,8 +312,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=amount, default=4.8, help="of the GPU's memory, TB/s")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise PeagleError("no CUDA device: run on a GPU, or try the script itself with --device cpu")
+    if args.device == "cuda":
+        check_gpu("run on one, or try the script itself with --device cpu")
     check_out(args.out, cpu=args.device == "cpu")
     if args.backends is None:
         args.backends = ["triton", "torch"] if args.device == "cuda" else ["torch"]

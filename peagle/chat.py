@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,15 @@ Ctrl-C  stop an answer; a second one leaves
 Everything else is a message to the model."""
 PROMPT = "\n> "
 
+Write = Callable[[str], object]
+
 
 class Conversation:
-    """The messages so far, and one streamed answer at a time. What was thought before one stays out of them."""
+    """The messages so far, and one streamed answer at a time. What was thought before one stays out of them. `write`
+    takes the answers, `note` what is said of them."""
 
-    def __init__(self, llm: "LLM", params: "SamplingParams", write: Callable[[str], object]) -> None:
-        self._llm, self._write = llm, write
+    def __init__(self, llm: "LLM", params: "SamplingParams", write: Write, note: Write) -> None:
+        self._llm, self._write, self._note = llm, write, note
         self._harmony, self._params = channels_of(llm, params)
         self.messages: list[dict[str, str]] = []
 
@@ -52,38 +56,40 @@ class Conversation:
             )[0]
             answer.take("", final=True)
         except KeyboardInterrupt:
-            self._write("\n[stopped; Ctrl-C again leaves]\n")
+            said = "stopped; Ctrl-C again leaves"
         else:
-            self._write(f"\n[{figures(output)}]\n")
+            said = figures(output)
+        self._write("\n")
+        self._note(f"[{said}]\n")
         self.messages = [*asked, {"role": "assistant", "content": answer.said["text"]}]
 
 
-def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = input) -> None:
-    """Talk until /exit or end of input. Ctrl-C while waiting for a message raises KeyboardInterrupt to the caller."""
+def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = input, *, piped: bool = False) -> None:
+    """Talk until /exit or end of input. Ctrl-C while waiting for a message raises KeyboardInterrupt to the caller.
 
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
+    `piped`: no person types. Then stdout gets the answers alone, and whatever else there is to say goes to stderr."""
+    welcome, prompt, end = ("", "", "") if piped else (WELCOME + "\n", PROMPT, "\n")
+    write = partial(print, end="", flush=True)
+    note = partial(write, file=sys.stderr) if piped else write
     with suppress(ImportError):
         import_module("readline")  # arrow keys and history for input(), where the platform has it
-    conversation = Conversation(llm, params, write)
-    write(WELCOME + "\n")
+    conversation = Conversation(llm, params, write, note)
+    note(welcome)
     while True:
         try:
-            text = read(PROMPT).strip()
+            text = read(prompt).strip()
         except EOFError:
-            write("\n")
+            note(end)
             return
         if text == "/exit":
             return
         if text == "/help":
-            write(HELP + "\n")
+            note(HELP + "\n")
         elif text == "/reset":
             conversation.reset()
-            write("[new conversation]\n")
+            note("[new conversation]\n")
         elif text:
             try:
                 conversation.answer(text)
             except PeagleError as error:
-                write(f"[{error}; /reset starts over]\n")
+                note(f"[{error}; /reset starts over]\n")

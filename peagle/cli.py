@@ -137,7 +137,10 @@ def generate(
 @with_flags(SpeculationFlags, SPECULATION_FLAGS, metavars=SPECULATION_METAVARS, parameter="drafts")
 @with_flags(ChatConfig, ANSWER_FLAGS, parameter="sampling")
 def chat(model: Model, config: EngineConfig, drafts: SpeculationFlags, sampling: ChatConfig) -> None:
-    """Talk with a model: streamed answers, several turns, acceptance length and speed after each."""
+    """Talk with a model: streamed answers, several turns, acceptance length and speed after each.
+
+    Of a pipe or a file each line is a message; stdout then has the answers alone.
+    """
     speculation = choose_speculation(model, drafts)
     with said_if_slow(f"loading {model}"):
         from peagle.chat import run_chat
@@ -145,7 +148,7 @@ def chat(model: Model, config: EngineConfig, drafts: SpeculationFlags, sampling:
 
         params = SamplingParams(**asdict(sampling))
         llm = _load(model, speculation, config)
-    run_chat(llm, params)
+    run_chat(llm, params, piped=not sys.stdin.isatty())
 
 
 @app.command(epilog=EXAMPLES["serve"])

@@ -30,11 +30,13 @@ def figures(output: "RequestOutput") -> str:
     return f"{line}, finished: {output.finish_reason}"
 
 
-def json_line(output: "RequestOutput", said: Mapping[str, str] | None = None) -> str:
-    """The machine-readable record of one answer, on one line for every reader; `said` is its text, and its thought."""
+def json_line(prompt: str, output: "RequestOutput", said: Mapping[str, str] | None = None) -> str:
+    """The machine-readable record of one answer, on one line for every reader; `prompt` is the user's message, `said`
+    the answer's text, and its thought."""
     stats = output.stats
     record = {
-        "prompt": output.prompt,
+        "prompt": prompt,
+        "templated_prompt": output.prompt,
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
@@ -118,7 +120,8 @@ def print_answers(llm: "LLM", rows: Sequence[PromptRow], params: "SamplingParams
         sys.stdout.flush()
 
     def record(output: "RequestOutput") -> None:
-        write(json_line(output, None if harmony is None else each[ordered.current].said) + "\n")
+        prompt, said = rows[ordered.current].messages[-1]["content"], each[ordered.current].said
+        write(json_line(prompt, output, None if harmony is None else said) + "\n")
 
     def finish_text(output: "RequestOutput") -> None:
         write("\n")

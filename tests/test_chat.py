@@ -34,11 +34,12 @@ class FakeLLM:
         return [SimpleNamespace(token_ids=[1, 2, 3], tokens_per_second=42.0, stats=stats, finish_reason="stop")]
 
 
-def talk(*lines):
+def talk(*lines, piped=False):
     """Run a chat over the given input lines; an exception among them is raised in place of a line."""
     llm, left = FakeLLM(), list(lines)
 
-    def read(_):
+    def read(prompt):
+        assert (prompt == "") == piped
         if not left:
             raise EOFError
         line = left.pop(0)
@@ -46,7 +47,7 @@ def talk(*lines):
             raise line
         return line
 
-    run_chat(llm, None, read)
+    run_chat(llm, None, read, piped=piped)
     return llm
 
 
@@ -56,6 +57,15 @@ def test_history_grows_and_reset_clears_it(capsys):
     out = capsys.readouterr().out
     assert "you said two" in out
     assert "3 tokens, 42.0 tok/s, acceptance length 3.00" in out
+
+
+def test_of_a_pipe_the_answers_alone_are_output(capsys):
+    talk("one", "", "/help", "too long", "stop", "/reset", "two", piped=True)
+    out, err = capsys.readouterr()
+    assert out == "you said one\nyou said \nyou said two\n"
+    for said in ("[3 tokens, ", "/reset  start over", "9000 tokens; /reset", "[stopped; ", "[new conversation]"):
+        assert said in err
+    assert "Type a message" not in err
 
 
 def test_help_lists_the_commands_and_is_no_message(capsys):
@@ -81,7 +91,7 @@ def test_a_refused_message_is_forgotten(capsys):
 
 def test_conversation_writes_pieces_as_they_come():
     pieces = []
-    Conversation(FakeLLM(), None, pieces.append).answer("hi")
+    Conversation(FakeLLM(), None, pieces.append, pieces.append).answer("hi")
     assert pieces[:2] == ["you said ", "hi"]
 
 
@@ -107,10 +117,10 @@ def test_a_model_with_channels_says_what_is_thought(said, shown, kept):
     pytest.importorskip("xgrammar")
     llm, pieces = harmony_llm(3), []
     params = SamplingParams(max_tokens=200, structured_outputs=dictation(llm.tokenizer, said))
-    conversation = Conversation(llm, params, pieces.append)
+    conversation = Conversation(llm, params, pieces.append, print)
     conversation.answer("hi")
     written = "".join(pieces)
-    assert written[: written.rindex("\n[")] == shown
+    assert written == shown + "\n"
     assert conversation.messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": kept}]
 
 
@@ -118,5 +128,5 @@ def test_what_ends_an_answer_of_channels_ends_it_in_a_conversation():
     """Also where the model's files name one end of text alone; `ignore_eos` asks for the opposite."""
     llm = harmony_llm(3)
     stops = set(ids_of(llm.tokenizer, "<|return|><|call|>"))
-    params = [Conversation(llm, SamplingParams(ignore_eos=ignored), print)._params for ignored in (False, True)]
+    params = [Conversation(llm, SamplingParams(ignore_eos=ignored), print, print)._params for ignored in (False, True)]
     assert [stops <= set(one.stop_token_ids) for one in params] == [True, False]

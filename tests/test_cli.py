@@ -34,6 +34,7 @@ VERBS = (
 ROOT = Path(__file__).resolve().parents[1]
 JSON_FIELDS = [
     "prompt",
+    "templated_prompt",
     "text",
     "token_ids",
     "finish_reason",
@@ -101,6 +102,14 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
+def flags_of(verb):
+    """The names of all its flags."""
+    command = typer.main.get_command(app)
+    for name in verb.split():
+        command = command.commands[name]
+    return {name for flag in command.params for name in (*flag.opts, *flag.secondary_opts) if "--" in name}
+
+
 @pytest.mark.parametrize("verb", ["", *VERBS, "bench", "bench serve", "bench sweep", "bench compare"])
 def test_help_shows_examples(verb):
     done = peagle(*verb.split(), "--help", COLUMNS="200")
@@ -148,17 +157,14 @@ def test_what_is_said_of_the_engines_flags_stands_once():
 
 @pytest.mark.parametrize("verb", [*VERBS, "bench serve", "bench sweep", "bench compare"])
 def test_no_flag_is_cut_short_on_a_narrow_terminal(verb):
-    command = typer.main.get_command(app)
-    for name in verb.split():
-        command = command.commands[name]
     words = set(peagle(*verb.split(), "--help", COLUMNS="80").stdout.replace(",", " ").split())
-    assert {name for flag in command.params for name in (*flag.opts, *flag.secondary_opts) if "--" in name} <= words
+    assert flags_of(verb) <= words
 
 
 def test_the_engines_flags_have_vllms_names(monkeypatch):
     built = []
     monkeypatch.setattr("peagle.cli._load", lambda model, speculation, config: built.append((speculation, config)))
-    monkeypatch.setattr("peagle.chat.run_chat", lambda llm, params: None)
+    monkeypatch.setattr("peagle.chat.run_chat", lambda llm, params, piped: None)
     assert run(app, ["chat", "m"]) == 0
     line = (
         "chat m --head d --num-speculative-tokens auto --gpu-memory-utilization 0.5 --max-num-seqs 2 --block-size 32 "
@@ -255,7 +261,8 @@ def test_bugs_keep_their_traceback(monkeypatch):
 def test_generate_json_end_to_end(tiny):
     model, head, folder = tiny
     prompts = folder / "prompts.jsonl"
-    rows = ({"prompt": "hello"}, {"turns": ["hell", "later"]}, {"messages": [{"role": "user", "content": "he"}]})
+    said = [{"role": role, "content": text} for role, text in (("user", "o"), ("assistant", "l"), ("user", "he"))]
+    rows = ({"prompt": "hello"}, {"turns": ["hell", "later"]}, {"messages": said})
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
     common = ("generate", model, "--prompts-file", prompts, "--max-tokens", 12, "--json", "--temperature", 0.8)
     common = (*common, "--seed", 3)
@@ -271,7 +278,8 @@ def test_generate_json_end_to_end(tiny):
         assert record["num_draft_tokens"] == 3 * record["num_rounds"] > 0
         assert sum(record["accepted_per_position"]) == record["num_accepted_tokens"]
         assert reference["num_draft_tokens"] == 0
-    assert with_drafts[1]["prompt"] == "<|im_start|>hell<|im_end|>"
+    assert [record["prompt"] for record in with_drafts] == ["hello", "hell", "he"]
+    assert with_drafts[1]["templated_prompt"] == "<|im_start|>hell<|im_end|>"
 
 
 def test_generate_streams_text_and_prints_figures(tiny, capsys):
@@ -294,7 +302,7 @@ def test_generate_streams_text_and_prints_figures(tiny, capsys):
     out, err = capsys.readouterr()
     assert run(app, [*arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["prompt"] == "hello"
+    assert record["prompt"] == record["templated_prompt"] == "hello"
     assert out == record["text"] + "\n"
     assert "8 tokens, " in err
     assert "acceptance length 1." in err
@@ -409,14 +417,27 @@ def test_profile_of_random_weights(capsys, tmp_path):
 
 def test_ctrl_c_leaves_the_chat_with_status_130(tiny):
     command = [sys.executable, "-m", "peagle", "chat", str(tiny[0])]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    keyboard, terminal = os.openpty()
+    pipes = dict(stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with subprocess.Popen(command, env=environment(), text=True, **pipes) as process:
         assert process.stdout.readline().startswith("Type a message")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
+    os.close(keyboard), os.close(terminal)
     assert process.returncode == 130
     assert "peagle: interrupted" in err
     assert "Traceback" not in err
+
+
+def test_what_is_piped_into_a_chat_is_answered_line_by_line(tiny):
+    command = [sys.executable, "-m", "peagle", "chat", str(tiny[0]), "--max-tokens", "5", "--seed", "1"]
+    done = subprocess.run(
+        command, input="hello\n\nhe\n", capture_output=True, text=True, env=environment(), timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert not any(noise in done.stdout for noise in (">", "[", "Type a message"))
+    assert done.stderr.count(" tokens, ") == 2
 
 
 def test_cpu_memory_that_runs_out_is_one_line():

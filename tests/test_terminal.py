@@ -92,7 +92,7 @@ def test_a_record_is_one_line_for_every_reader():
     output = SimpleNamespace(
         prompt=text, text=text, token_ids=[1], finish_reason="stop", tokens_per_second=1.0, stats=AcceptanceStats()
     )
-    line = json_line(output)
+    line = json_line(text, output)
     assert len(line.splitlines()) == 1
-    assert json.loads(line)["text"] == text
+    assert [json.loads(line)[key] for key in ("text", "prompt")] == [text, text]
     assert "é" in line

@@ -3,16 +3,19 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from peagle.bench.markdown import Block, print_block
 from peagle.bench.report import read_result
 from peagle.bench.result_figures import (
+    NO_SPREAD,
+    TOO_FEW,
     Figure,
     Key,
     as_list,
@@ -28,6 +31,15 @@ from peagle.meter import say
 REGRESSION_STATUS = 1
 # What differs between any two runs, and what is shown otherwise.
 _ALWAYS_OTHER = ("command", "seconds", "label", "out", "result_filename", "result_dir", "stopped_by", "partial")
+# What gives a verb's results more of what they lack; no other verb has something that does.
+_FLAGS = MappingProxyType(
+    {
+        (TOO_FEW, "eval"): "--limit",
+        (TOO_FEW, "bench serve"): "--num-prompts",
+        (TOO_FEW, "bench sweep"): "--num-prompts, --min-prompts",
+        (NO_SPREAD, "bench sweep"): "--repeats",
+    }
+)
 
 Verdict = Literal["same", "noise", "moved", "cannot tell"]
 Json = Mapping[str, Any]
@@ -123,13 +135,24 @@ def run_compare(
     verdicts = [change.verdict for change in found.changes]
     shown = [change for change in found.changes if show_all or change.telling]
     if shown:
-        console.print(_table(shown, first.name, second.name))
+        say(console, f"first: {first}, second: {second}")
+        print_block(console, _table(shown))
     counted = ", ".join(f"{verdicts.count(v)} {v}" for v in ("same", "noise", "moved", "cannot tell") if v in verdicts)
     say(console, f"{len(verdicts)} figures: {counted}")
     reasons = Counter(change.unsure for change in found.changes if change.verdict == "cannot tell")
     for reason, count in reasons.items():
-        say(console, f"cannot tell of {count}: {reason}")
+        say(console, f"cannot tell of {count}: {reason}; {_remedy(reason, results[1]['settings'].get('command'))}")
     return 0 if fail_on_regression is None else _judge(found, fail_on_regression, console)
+
+
+def _remedy(reason: str, command: object) -> str:
+    """What to do about figures that nobody can judge, with the flags of the command that measured them."""
+    words = str(command).split()
+    verb = " ".join(words[1 : 3 if words[1:2] == ["bench"] else 2])
+    flags = _FLAGS.get((reason, verb)) if words[:1] == ["peagle"] else None
+    if flags is None and reason == NO_SPREAD:
+        return "two runs of one kind show how far it moves by itself"
+    return "measure again with more" + (f" (peagle {verb} {flags})" if flags else "")
 
 
 def _judge(found: Comparison, percent: float, console: Console) -> int:
@@ -199,25 +222,24 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _table(changes: Sequence[Change], first: str, second: str) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("row")
-    table.add_column("figure")
-    for heading in (first, second, "change", "95 %", ""):
-        table.add_column(Text(heading), justify="right")
-    for change in changes:
-        interval, percent = change.difference, change.percent
-        bounds = "" if interval is None else f"[{interval.low:+.4g}, {interval.high:+.4g}]"
-        table.add_row(
-            Text(" ".join(change.row)),  # no markup, whatever somebody calls a model
-            Text(change.name),
-            f"{change.before:.5g}",
-            f"{change.after:.5g}",
-            "" if percent is None else f"{percent:+.1f} %",
-            bounds,
-            _word(change),
-        )
-    return table
+def _table(changes: Sequence[Change]) -> Block:
+    """A line per figure, below its row's name, which as a column would leave the figures no room."""
+    lines = []
+    for row, of_row in groupby(changes, lambda change: change.row):
+        lines.append([" ".join(row), *[""] * 5])
+        lines += [[f"  {change.name}", *_cells(change)] for change in of_row]
+    return Block("", ("figure", "first", "second", "change", "95 %", ""), lines)
+
+
+def _cells(change: Change) -> Sequence[str]:
+    interval, percent = change.difference, change.percent
+    return (
+        f"{change.before:.5g}",
+        f"{change.after:.5g}",
+        "" if percent is None else f"{percent:+.1f} %",
+        "" if interval is None else f"[{interval.low:+.4g}, {interval.high:+.4g}]",
+        _word(change),
+    )
 
 
 def _word(change: Change) -> str:

@@ -1,5 +1,6 @@
 """Tables: as Markdown, and on a terminal. A column is a heading and what its cell says of a row."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 Json = Mapping[str, Any]
 Cell = str | Callable[[Json], str]  # a format of the row's fields, such as "{tokens:,}", or a function of the row
 Column = tuple[str, Cell]
+_WORD = re.compile(r"^\s*\S+|\S+")  # an indented one keeps what is before it on its line
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +71,33 @@ def shares(key: str) -> Cell:
 
 
 def print_block(console: "Console", block: Block) -> None:
-    """Print a table on a terminal."""
+    """Print a table on a terminal. One too wide wraps in its cells: nothing is cut, what is left might read alike."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(_plain(block.title)), box=SIMPLE_HEAD, title_justify="left")
-    for number, heading in enumerate(block.header):
-        table.add_column(heading, justify="left" if number == 0 else "right")
-    for row in block.rows:
-        table.add_row(*(Text(_plain(cell)) for cell in row))
+    lines = [[_plain(cell) for cell in cells] for cells in (block.header, *block.rows)]
+    columns = list(zip(*lines, strict=True))
+    widths = _widths(columns, console.width - 2 * len(columns) - 1)  # box and padding take the rest
+    table = Table(title=Text(_plain(block.title)), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    for number, (heading, width) in enumerate(zip(lines[0], widths, strict=True)):
+        table.add_column(Text(heading), justify="left" if number == 0 else "right", overflow="fold", width=width)
+    for cells in lines[1:]:
+        table.add_row(*map(Text, cells))
     console.print(table)
+
+
+def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Of columns that share `room`: wide ones wrap between words as long as that will do, then inside the longest."""
+    from rich.cells import cell_len
+
+    words = [[cell_len(word) for cell in cells for word in _WORD.findall(cell)] for cells in columns]
+    least = [max(lengths, default=1) for lengths in words]
+    widths = [max(1, *map(cell_len, cells)) for cells in columns]
+    while sum(widths) > max(room, len(widths)):
+        widest = max(range(len(widths)), key=lambda n: (widths[n] > least[n], widths[n]))
+        widths[widest] -= 1
+    return widths
 
 
 def _plain(text: str) -> str:

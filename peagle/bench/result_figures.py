@@ -47,8 +47,8 @@ _AMOUNTS = frozenset(
     {"repeats", "prompts", "num_prompts", "prompts_per_client", "min_prompts", "limit", "max_tokens",
      "accuracy_tokens", "lossless_prompts", "ignore_eos", "steps", "minutes", "output_len", "random_input_len"}
 )  # fmt: skip
-TOO_FEW = f"fewer than {FEWEST_REQUESTS} prompts; measure again with more (--limit or --num-prompts)"
-NO_SPREAD = f"the files have no interval and fewer than {_FEW} repeats of it; where there is --repeats, raise it"
+TOO_FEW = f"fewer than {FEWEST_REQUESTS} prompts"
+NO_SPREAD = f"the files have no interval and fewer than {_FEW} repeats of it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Figure:
     few: bool = False
 
     def why_unsure(self, other: "Figure") -> str:
-        """What stands in the way where `difference` is None, and the remedy."""
+        """What stands in the way where `difference` is None."""
         handful = 0 < min(len(self.sample), len(other.sample)) < FEWEST_REQUESTS
         return TOO_FEW if handful or self.few or other.few else NO_SPREAD
 

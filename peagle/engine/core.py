@@ -72,7 +72,7 @@ class EngineCore:
         kernels "triton"."""
         self.scheduler, self._speculative = scheduler, step
         self.policy: KPolicy = FixedK(num_drafts)
-        self._state = step.state
+        self._state, self.attends_whole = step.state, step.attends_whole
         self.max_num_seqs, self.max_model_len, self._sizes = sizes.max_num_seqs, sizes.max_model_len, sizes
         self.context_remedy = sizes.context_remedy
         self._kernels, self._steps_ahead, self._has_drafter = kernels, steps_ahead, has_drafter

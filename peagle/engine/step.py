@@ -83,6 +83,7 @@ class SpeculativeStep:
         self._draft_side, self.state = draft_side, state
         self._sizes, self._block_size, self._max_model_len = sizes, sizes.block_size, sizes.max_model_len
         self._attention = attention
+        self.attends_whole = attention == LIBRARY  # to long prompts, by a library's kernel
         self._draft_attention = "auto" if attention == INVARIANT else attention  # no bit of a draft reaches the output
         self._kernels = kernels
         self.synthetic = synthetic

@@ -16,9 +16,9 @@ from peagle.structured.matcher import AnyText
 
 _log = logging.getLogger(__name__)
 
-# Tokens of prompts whose passes differ in how attention is cut into tiles, or in who attends or multiplies: there is a
-# kernel for few rows, and one for more.
-_PROMPT_LENGTHS = (2, 4, 10, 40, 120, 400, LEAST_ROWS)
+# Tokens of prompts whose passes differ in how attention is cut into tiles, or in who multiplies: there is a kernel for
+# few rows, and one for more.
+_PROMPT_LENGTHS = (2, 4, 10, 40, 120, 400)
 
 MakeRequest = Callable[[Sequence[int], SamplingParams], Request]
 _GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
@@ -33,7 +33,10 @@ class WarmUp:
     with filters, penalties, grammars and log-probabilities too, or a step that stands in for them."""
 
     def __init__(self, llm: LLM, make_request: MakeRequest, kinds: str = "all") -> None:
-        self._core, self._vocab_size, self._make_request = llm.core, llm.target.spec.vocab_size, make_request
+        spec = llm.target.spec
+        self._core, self._vocab_size, self._make_request = llm.core, spec.vocab_size, make_request
+        # There a library's attention begins, and experts have higher tiles than with fewer rows.
+        self._long = (LEAST_ROWS,) if llm.core.attends_whole or spec.moe is not None else ()
         self._modes: Sequence[SamplingMode] = COMMON_MODES if kinds == "all" else COMMON_MODES[:2]
 
     def run(self, must_end: Callable[[], bool]) -> None:
@@ -79,7 +82,7 @@ class WarmUp:
     def _compile_lengths(self) -> None:
         """Run prompts of every length that has kernels of its own: their first request would wait for them."""
         most = self._core.max_model_len - _GREEDY.max_tokens
-        for length in {min(length, most) for length in _PROMPT_LENGTHS}:
+        for length in {min(length, most) for length in (*_PROMPT_LENGTHS, *self._long)}:
             token = length % self._vocab_size  # not that of another, whose keys are in the cache
             self._answer(self._make_request([token] * length, _GREEDY))
 

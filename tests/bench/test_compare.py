@@ -1,6 +1,8 @@
 """Two result files: rows find each other, noise is told from change, and what else differs is said."""
 
+import ast
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from peagle.bench.groups import pack_requests
 from peagle.bench.report import write_result
 from peagle.bench.result_figures import direction
 from peagle.errors import PeagleError
+from tests.test_cli import ROOT, flags_of
 
 SETTINGS = {"max_tokens": 16, "datasets": {"mt_bench": {"sha256": "a"}}}
 
@@ -147,6 +150,37 @@ def test_the_reason_why_nobody_can_tell_is_the_true_one(tmp_path, capsys):
     assert "no interval" not in text
 
 
+@pytest.mark.parametrize("verb", ["eval", "bench serve", "bench sweep", "profile", "-m benchmarks.auto_k"])
+@pytest.mark.parametrize("prompts", [7, 8])
+def test_a_hint_names_flags_of_the_verb_that_measured(verb, prompts, tmp_path, capsys):
+    program = "python" if verb.startswith("-m") else "peagle"
+    for name, value in (("a", 100), ("b", 80)):
+        settings = SETTINGS | {"command": f"{program} {verb} --seed 1"}
+        write_result(tmp_path / f"{name}.json", name, settings, {"rows": [speed(value, prompts=prompts)]})
+    run_compare(tmp_path / "a.json", tmp_path / "b.json", Console(width=200))
+    hint = re.search(r"cannot tell of 1: .*", capsys.readouterr().out)[0]
+    assert ("fewer than 8 prompts; measure again with more" in hint) == (prompts == 7)
+    named = re.search(r"\(peagle ([a-z ]+?) (--.*)\)", hint)
+    has_one = {("eval", 7), ("bench serve", 7), ("bench sweep", 7), ("bench sweep", 8)}
+    assert (named is not None) == ((verb, prompts) in has_one)
+    assert named is not None or "--" not in hint
+    if named is not None:
+        assert named[1] == verb
+        assert set(named[2].split(", ")) <= flags_of(verb)
+
+
+def test_what_a_load_test_says_names_its_own_flags():
+    """In its messages, whichever they are: flags of other verbs would be refused."""
+    rooms = ("client", "foreign_sets", "latency", "load", "load_progress", "serve", "serve_view", "server_info", "sets")
+    said = set()
+    for name in rooms:
+        tree = ast.parse((ROOT / "peagle" / "bench" / f"{name}.py").read_text())
+        texts = [str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        said |= {flag for text in texts for flag in re.findall(r"--[a-z][a-z-]*[a-z]", text)}
+    assert len(said) > 5
+    assert said <= flags_of("bench serve")
+
+
 def test_sums_are_compared_only_over_the_same_work():
     rows = [speed(100, 1, seconds=value, tokens=9, prompts=9, failed=0) for value in (10.0, 30.0)]
     same = compare(result(rows[:1]), result(rows[1:]))
@@ -215,6 +249,22 @@ def test_names_are_no_markup(tmp_path, capsys):
     assert "[/red] of [bold] kind" in text
     assert "[bold]50.json" in text
     assert "settings differ in dataset_path: [/red] 100 -> None" in text
+
+
+def test_in_80_columns_no_name_is_cut(tmp_path, capsys):
+    def load(path, shift):
+        spread = {name: dict.fromkeys(("mean", "p50", "p95"), 1000.0 + shift) for name in ("ttft", "tpot")}
+        return write(path, [{"model": f"smollm2-135m in a folder of {n} words", "latency_ms": spread} for n in "ab"])
+
+    folders = [tmp_path / name for name in ("before", "after")]
+    assert run_compare(*(load(one / "load.json", 9 * n) for n, one in enumerate(folders)), Console(width=80)) == 0
+    text = capsys.readouterr().out
+    head, _, table = text.partition("figure ")
+    assert f"first: {folders[0] / 'load.json'}, second: {folders[1] / 'load.json'}" in head
+    assert max(map(len, table.partition("figures:")[0].splitlines())) <= 80
+    assert "smollm2-135m in a folder of b words" in " ".join(table.split())
+    for name in ("ttft", "tpot"):
+        assert [table.count(f"latency_ms.{name}.{part} ") for part in ("mean", "p50", "p95")] == [2, 2, 2]
 
 
 def test_bad_input_is_named(tmp_path):

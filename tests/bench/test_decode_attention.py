@@ -1,13 +1,8 @@
 """The benchmark of how decoding attention is launched: what it tries, and what of it is kept."""
 
-import sys
-
 import pytest
-import torch
 
-from benchmarks import decode_attention
 from benchmarks.decode_attention import Case, Variant, _row, fastest, variants
-from peagle.errors import PeagleError
 
 CASE = Case("qwen3-8b", 64, 4, 400)  # 16 pairs of a row and a query head for each of 8 key heads
 
@@ -30,10 +25,3 @@ def test_what_is_kept():
     assert [row.taken for row in kept] == [True] + [False] * 8
     assert kept[0].stages is None
     assert kept[1].floor_us == pytest.approx(64 * 400 * 8 * 128 * 4 / 4800e3, abs=0.01)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there it can run")
-def test_it_is_for_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["decode_attention", "--out", str(tmp_path / "a.json")])
-    with pytest.raises(PeagleError, match="needs a CUDA GPU"):
-        decode_attention._arguments()

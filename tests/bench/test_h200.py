@@ -113,7 +113,11 @@ def test_the_list_runs_nothing(monkeypatch, capsys):
     h200.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [one.name for one in TASKS]
-    assert "--ours benchmarks/results/engine-speed-smollm2-135m-h200.json" in "\n".join(lines)
+    assert max(map(len, lines)) <= 120
+    for line, one in zip(lines, TASKS, strict=True):
+        assert f" {one.minutes:.1f} min " in line
+        assert not line.endswith(" ")  # it says what is measured
+        assert ("needs vLLM" in line) == one.name.startswith(("peer-vllm", "over-vllm"))
 
 
 def test_names():

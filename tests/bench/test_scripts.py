@@ -10,7 +10,19 @@ import time
 
 import pytest
 
-from benchmarks import auto_k, common, model_kernels, over_vllm, prompt_attention, savings, soak, step_kernels
+from benchmarks import (
+    attention,
+    auto_k,
+    common,
+    decode_attention,
+    graph_count,
+    model_kernels,
+    over_vllm,
+    prompt_attention,
+    savings,
+    soak,
+    step_kernels,
+)
 from benchmarks.common import RESULTS, amount, check_out, count, run_script
 from peagle.bench.report import read_result
 from peagle.errors import PeagleError
@@ -50,6 +62,16 @@ def test_a_run_on_the_cpu_takes_no_gpu_result_s_place(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu"])
     with pytest.raises(PeagleError, match=r"-h200\.json is of a GPU"):
         script._arguments()
+
+
+@pytest.mark.parametrize("script", [attention, decode_attention, graph_count, model_kernels, step_kernels])
+def test_without_a_gpu_a_script_says_what_to_do(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script", "--out", str(tmp_path / "a.json")])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(PeagleError, match=r"no CUDA GPU here: (run on one, or|what is timed is|there are no graphs)"):
+        script._arguments()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert script._arguments().out == tmp_path / "a.json"
 
 
 def test_where_a_result_can_go(tmp_path):

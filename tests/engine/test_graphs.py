@@ -4,6 +4,7 @@ import gc
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from peagle.engine.speculation import draft_counts
 from peagle.engine.warm_up import WarmUp
 from peagle.kernels import fused_linear, stream_linear
 from peagle.kernels.logprobs import RowLogprobs
+from peagle.models.spec import MoESpec
 from peagle.sampling import SamplingParams
 from peagle.structured.matcher import AnyText
 from tests.engine.tiny import SHAPES, expect_triton, force_drafts, random_prompts, sized_llm, tiny_llm
@@ -284,6 +286,24 @@ def test_a_warm_engine_settles_once_a_step_of_every_kind_is_there(kinds: str, en
     assert ends or {2, 4, 10, 40} < set(lengths)
     assert max(lengths, default=0) < llm.max_model_len
     assert not llm.core.has_work
+
+
+EXPERTS = MoESpec(num_experts=4, experts_per_token=2, gate_alpha=1.0, gate_limit=1.0)
+
+
+@pytest.mark.parametrize(
+    ("attention", "moe", "expected"), [("auto", None, False), ("library", None, True), ("auto", EXPERTS, True)]
+)
+def test_a_long_prompt_warms_up_only_what_begins_there(attention: str, moe: MoESpec | None, expected, monkeypatch):
+    monkeypatch.setattr("peagle.engine.warm_up.LEAST_ROWS", 45)
+    llm = tiny_llm(3, max_num_seqs=2, attention=attention)
+    llm.target = replace(llm.target, spec=replace(llm.target.spec, moe=moe))
+    warm_up = WarmUp(llm, llm.make_request)
+    lengths = []
+    monkeypatch.setattr(warm_up, "_answer", lambda request: lengths.append(len(request.prompt_ids)))
+    warm_up._compile_lengths()
+    assert {2, 4, 10, 40} < set(lengths)
+    assert (45 in lengths) == expected
 
 
 @pytest.mark.parametrize("k", [1, 5])
