@@ -8,12 +8,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peagle.bench.prompt_sets import SHIPPED_SETS, find_set
 from peagle.bench.report import check_result_path
 from peagle.errors import PeagleError
 from peagle.exits import INTERRUPTED_STATUS, USER_ERROR_STATUS, explain
 from peagle.prompt_file import read_prompts
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = ROOT / "heads" / "smollm2-135m-instruct-p-eagle"
@@ -73,6 +77,27 @@ def check_gpu(why: str) -> None:
 
     if not torch.cuda.is_available():
         raise PeagleError(f"no CUDA GPU here: {why}")
+
+
+def captured(call: Callable[[int], object], calls: int) -> "torch.cuda.CUDAGraph":
+    """A CUDA graph of `calls` calls, each told its number; all are made before, to be compiled.
+
+    That is on the current stream, unlike what torch recommends: kernels on a second one make all graphs slower from
+    then on (`capturing`)."""
+    import torch
+
+    from peagle.engine.graphs import capturing
+
+    def body() -> None:
+        for i in range(calls):
+            call(i)
+
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, None, torch.cuda.Stream()):
+        body()
+    return graph
 
 
 def _end(*_: object) -> None:

@@ -1,9 +1,9 @@
-"""What further CUDA graphs do to one that is there: the time of a graph of small kernels as others join it.
+"""What makes graphs of small kernels slower for good: the time of one as others join it, or as a second stream works.
 
 A decode step is one graph, an engine has a graph for every batch size, K and sampling mode, and every shape of a
-prompt's pass. From the fourth on that has run, all of them take longer, for as long as the process lives. Each case is
-a process of its own: graphs of matmuls or additions that run like steps do, one after the other, and graphs that were
-captured and never run. Hardware: one GPU, half a minute.
+prompt's pass. Once eight kernels have run on a second stream of a process, all its graphs take longer. Captures of
+torch run two there, so that its fourth does it, unless they are sent elsewhere ("engine", as `capturing` of
+peagle/engine/graphs.py does). Each case is a process of its own. Hardware: one GPU, half a minute.
 
     python -m benchmarks.graph_count --out benchmarks/results/graph-count-h200.json
 """
@@ -20,8 +20,13 @@ import torch
 from benchmarks.common import RESULTS, check_gpu, check_out, command, count, run_script
 from peagle.bench.report import write_result
 from peagle.devices import resolve_engine_device
+from peagle.engine.graphs import capturing
 
-_CASES = (("matmul", 200, True), ("matmul", 50, True), ("add", 200, True), ("add", 200, False))
+_CASES = (
+    ("matmul", 200, "torch"), ("matmul", 50, "torch"), ("add", 200, "torch"),
+    ("matmul", 200, "engine"), ("matmul", 50, "engine"), ("add", 200, "engine"),
+    ("matmul", 200, "kernel"), ("matmul", 200, "copy"),
+)  # fmt: skip
 _ROWS, _IN, _OUT = 4, 576, 960  # of the matmuls: about what SmolLM2's layers have
 _WEIGHTS = 60
 _IN_A_ROW = 20
@@ -29,38 +34,44 @@ _IN_A_ROW = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCountRow:
-    """Microseconds of a replay of the first graph of `kernels` kernels: alone, and after each further one of the same
-    kind was captured and, where `others_run`, run a few times."""
+    """Microseconds of a replay of the first graph of `kernels` kernels: alone, and after each further `event`.
+
+    "torch", "engine": a graph of the same kind was captured so, and run a few times. "kernel", "copy": one small kernel
+    or copy to the host ran on a second stream."""
 
     kernel: str
     kernels: int
-    others_run: bool
+    event: str
     microseconds: list[float]
 
 
 def main() -> None:
     args = _arguments()
     rows = []
-    for kernel, kernels, others_run in _CASES:
+    for case in _CASES:
         with get_context("spawn").Pool(1) as pool:  # nothing of the case before is left
-            times = pool.apply(measure, (kernel, kernels, others_run, args.graphs, args.repeats))
-        rows.append(GraphCountRow(kernel=kernel, kernels=kernels, others_run=others_run, microseconds=times))
-        print(f"{kernel} x {kernels}, others {'run' if others_run else 'are only captured'}: {times}")
+            times = pool.apply(measure, (*case, args.events, args.repeats))
+        rows.append(GraphCountRow(kernel=case[0], kernels=case[1], event=case[2], microseconds=times))
+        print(f"{case[0]} x {case[1]}, {case[2]}: {times}")
     settings = {"command": command(), "shape": f"[{_ROWS}, {_IN}] x [{_IN}, {_OUT}] in bfloat16, or {_IN} float32"}
     write_result(args.out, args.out.stem, settings, {"rows": rows})
     print(f"wrote {args.out}")
 
 
-def measure(kernel: str, kernels: int, others_run: bool, graphs: int, repeats: int) -> list[float]:
+def measure(kernel: str, kernels: int, event: str, events: int, repeats: int) -> list[float]:
     """The times of a row."""
     resolve_engine_device("auto")  # sets what an engine sets before CUDA starts
     body, stream = _body(kernel, kernels), torch.cuda.Stream()
-    captured = [_capture(body, stream, None)]
+    captured = [_capture(body, stream, event)]
     times = [_microseconds(captured[0], repeats)]
-    for _ in range(graphs):
-        captured.append(_capture(body, stream, captured[0]))
-        if others_run:
+    on_host, small = torch.empty(_IN, pin_memory=True), torch.zeros(_IN, device="cuda")
+    for _ in range(events):
+        if event in ("torch", "engine"):
+            captured.append(_capture(body, stream, event))
             _microseconds(captured[-1], 2)
+        else:
+            with torch.cuda.stream(stream):
+                small.add_(1) if event == "kernel" else on_host.copy_(small, non_blocking=True)
         times.append(_microseconds(captured[0], repeats))
     return times
 
@@ -79,13 +90,11 @@ def _body(kernel: str, kernels: int) -> Callable[[], None]:
     return body
 
 
-def _capture(
-    body: Callable[[], None], stream: torch.cuda.Stream, first: torch.cuda.CUDAGraph | None
-) -> torch.cuda.CUDAGraph:
+def _capture(body: Callable[[], None], stream: torch.cuda.Stream, event: str) -> torch.cuda.CUDAGraph:
     body()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=None if first is None else first.pool(), stream=stream):
+    with torch.cuda.graph(graph, stream=stream) if event == "torch" else capturing(graph, None, stream):
         body()
     return graph
 
@@ -105,7 +114,7 @@ def _microseconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "graph-count-h200.json")
-    parser.add_argument("--graphs", type=count, default=8, help="how many join the first")
+    parser.add_argument("--events", type=count, default=10, help="further graphs, kernels or copies")
     parser.add_argument("--repeats", type=count, default=7)
     args = parser.parse_args()
     check_out(args.out, cpu=False)

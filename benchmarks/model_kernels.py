@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import RESULTS, amount, check_gpu, check_out, command, count, run_script, say_progress
+from benchmarks.common import RESULTS, amount, captured, check_gpu, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
 from peagle.kernels.fused_linear import linear_add, norm_gated_linear, norm_linear
 from peagle.kernels.kv_write import kv_write
@@ -403,16 +403,7 @@ def _milliseconds(args: argparse.Namespace, work: Work) -> float:
     """Median over replays of the mean time of a call."""
     if args.device == "cpu":
         return 1e3 * min(_seconds(lambda: work.call(0)) for _ in range(3))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which fills the inputs
-    with torch.cuda.stream(stream):
-        for copy in range(work.copies):  # compiles, and fills the allocator
-            work.call(copy)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(_CALLS):
-            work.call(i % work.copies)
+    graph = captured(lambda i: work.call(i % work.copies), _CALLS)
     graph.replay()
     times = []
     for _ in range(args.repeats):

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.common import RESULTS, check_out, command, count, run_script
+from benchmarks.common import RESULTS, captured, check_out, command, count, run_script
 from benchmarks.model_kernels import SHAPES, Shape
 from peagle.bench.report import write_result
 from peagle.errors import PeagleError
@@ -241,14 +241,7 @@ def _gpu_ms(device: str, form: Form) -> float:
     if device == "cpu":
         return 1e3 * once
     calls = int(np.clip(_BUDGET_MS / 1e3 / once, 3, _MOST_CALLS))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        form()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            form()
+    graph = captured(lambda _: form(), calls)
     graph.replay()
     times = []
     for _ in range(_REPEATS):

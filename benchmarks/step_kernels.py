@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, amount, check_gpu, check_out, command, count, run_script, say_progress
+from benchmarks.common import RESULTS, amount, captured, check_gpu, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
 from peagle.kernels.accept import accept
 from peagle.kernels.commit import commit
@@ -266,16 +266,8 @@ def _measure(args: argparse.Namespace, shape: Shape, batch: int, kernel: str, si
 
 def _replayed(work: Callable[[], object], seconds: float) -> float:
     """Microseconds of a call within a CUDA graph: median of five runs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    calls, graph = 20, torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            work()
+    calls = 20
+    graph = captured(lambda _: work(), calls)
 
     def microseconds(replays: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
