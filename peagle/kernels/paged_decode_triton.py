@@ -394,7 +394,7 @@ def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[
     # Fewer than the compiler would take, where so many programs are to be resident.
     registers = min(65536 // (128 * plan.resident) // 8 * 8, 255)
     # Loads of keys wait for those of block ids: seven stages are three turns in flight, five two, three one. Measured:
-    # benchmarks/results/decode-attention-h200.json.
+    # benchmarks/results/decode-attention-sizes-h200.json.
     if head_dim == 256:
         return 16, 4, 7, registers
     if head_dim == 128 and plan.tile_size <= 16:
