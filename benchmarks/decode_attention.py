@@ -27,7 +27,7 @@ from benchmarks import model_kernels
 from benchmarks.common import RESULTS, check_gpu, check_out, command, count, run_script, say_progress
 from peagle.bench.report import write_result
 from peagle.kernels import paged_decode
-from peagle.kernels.paged_decode import FINE_KEYS, power_of_two, tile_form
+from peagle.kernels.paged_decode import FINE_KEYS, TileForm, power_of_two, tile_form
 
 _BANDWIDTH = 4.8e9  # bytes a millisecond
 _MOST_KEPT = 8  # variants of a case in the file
@@ -139,8 +139,8 @@ def _microseconds(case: Case, variant: Variant | None, replays: int) -> float | 
         splits=variant and variant.splits,
     )  # fmt: skip
 
-    def form(*sizes: int) -> tuple[int, bool, int]:
-        return tile_form(*sizes) if variant is None else (variant.tile, variant.own, 8)
+    def form(*sizes: int) -> TileForm:
+        return tile_form(*sizes) if variant is None else TileForm(variant.tile, variant.own, 8, few=False)
 
     def launch(*plan: Any) -> tuple[int, int, int, int | None]:
         return launch_sizes(*plan) if variant is None else variant[:4]

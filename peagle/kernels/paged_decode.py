@@ -33,7 +33,7 @@ FINE_KEYS = 128
 _DOUBLING_CHUNKS = 8
 _MULTIPROCESSORS = 132  # an H200's
 _MOST_RESIDENT = 4  # programs of one of them
-_MOST_SHARING = 3  # of those, so that tiles which just fill the GPU are not split: that costs more than it shares
+_MOST_SHARING = 3  # of those: tiles which just fill the GPU are not split, for that costs more than it shares
 _TILE_NUMBERS = 8192  # of the tiles that a multiprocessor holds at once
 _MAX_TILE = 64
 _FEW_TILES = 64  # of 16 pairs: with more, to read keys several times costs more than to wait
@@ -62,6 +62,15 @@ class SplitScratch:
     arrivals_WM: Tensor  # int32
 
 
+class TileForm(NamedTuple):
+    """How a tile is attended to. The first, second and last may change a row's last bits; splits may not."""
+
+    size: int  # pairs, a power of two
+    own_keys: bool  # of each warp
+    resident: int  # programs that a multiprocessor is to hold
+    few: bool  # tiles: programs are to share them, so that each has about one chunk
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """B requests of `rows` rows each, flat in request order; shared by all layers.
@@ -75,9 +84,7 @@ class DecodePlan:
     tables_BN: Tensor
     block_size: int
     triton: bool
-    tile_size: int  # pairs, a power of two
-    own_keys: bool  # each warp
-    resident: int  # programs that a multiprocessor is to hold
+    tile: TileForm
     chunks: int  # that a table's width holds
     splits: int  # programs that share a tile's chunks
     scratch: SplitScratch | None  # None where nothing is shared
@@ -103,31 +110,35 @@ def plan_decode(
     pairs, chunks = rows * group, num_chunks(tables_BN.shape[1] * block_size)
     triton = use_triton(backend, device) and head_dim in (16, 32, 64, 128, 256)
     judged = (group, kv_heads) if backend == INVARIANT else (pairs, batch * kv_heads)
-    tile_size, own_keys, resident = tile_form(head_dim, *judged)
-    tiles = batch * -(-pairs // tile_size)
+    tile = tile_form(head_dim, *judged)
+    tiles = batch * -(-pairs // tile.size)
     if splits is None:  # all programs run at once: a second wave costs more than it shares
-        programs = min(resident, _MOST_SHARING) * _MULTIPROCESSORS
-        splits = min(max(1, programs // (tiles * kv_heads)), MOST_EARLY if own_keys else chunks)
+        splits = min(max(1, _programs(tile.resident) // (tiles * kv_heads)), MOST_EARLY if tile.own_keys else chunks)
     splits = min(splits, chunks)
     scratch = None
     if triton and splits > 1:
-        shape = (tiles, kv_heads, chunks, tile_size, head_dim)
+        shape = (tiles, kv_heads, chunks, tile.size, head_dim)
         scratch = SplitScratch(
             torch.empty(shape, dtype=torch.float32, device=device),
-            torch.empty((*shape[:3], 2, tile_size), dtype=torch.float32, device=device),
+            torch.empty((*shape[:3], 2, tile.size), dtype=torch.float32, device=device),
             torch.zeros(shape[:2], dtype=torch.int32, device=device),
         )
-    return DecodePlan(rows, tables_BN, block_size, triton, tile_size, own_keys, resident, chunks, splits, scratch)
+    return DecodePlan(rows, tables_BN, block_size, triton, tile, chunks, splits, scratch)
 
 
-def tile_form(head_dim: int, pairs: int, kv_heads: int) -> tuple[int, bool, int]:
-    """Pairs of a tile; whether warps have their own keys; programs that a multiprocessor is to hold. `kv_heads` are
-    those of all requests, and each has so many pairs."""
+def tile_form(head_dim: int, pairs: int, kv_heads: int) -> TileForm:
+    """Of `kv_heads`, those of all requests, with so many pairs each."""
     if head_dim <= 128 and pairs <= _MAX_TILE and kv_heads * -(-pairs // 16) <= _FEW_TILES:
-        return (8, True, 3) if head_dim <= 64 and pairs <= 24 else (16, True, 2)
+        return TileForm(8, True, 3, True) if head_dim <= 64 and pairs <= 24 else TileForm(16, True, 2, True)
     most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
-    tile_size = max(16, min(power_of_two(pairs), most))
-    return tile_size, False, max(1, min(_TILE_NUMBERS // (head_dim * tile_size), _MOST_RESIDENT))
+    size = max(16, min(power_of_two(pairs), most))
+    resident = max(1, min(_TILE_NUMBERS // (head_dim * size), _MOST_RESIDENT))
+    return TileForm(size, False, resident, few=2 * kv_heads * -(-pairs // size) <= _programs(resident))
+
+
+def _programs(resident: int) -> int:
+    """As many as are to share the tiles of a launch."""
+    return min(resident, _MOST_SHARING) * _MULTIPROCESSORS
 
 
 def most_scratch_bytes(keys: int, head_dim: int) -> int:

@@ -366,19 +366,19 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
     out_RND = torch.empty((rows, heads, head_dim), dtype=q_RND.dtype, device=q_RND.device)
     scratch = plan.scratch
     group = heads // kv_heads
-    tiles = plan.tables_BN.shape[0] * -(-plan.rows * group // plan.tile_size)
+    tiles = plan.tables_BN.shape[0] * -(-plan.rows * group // plan.tile.size)
     keys, warps, stages, registers = _launch_sizes(plan, head_dim, q_RND.dtype)
     sinks_N = cache.limit_R if cache.sinks_N is None else cache.sinks_N  # not read without sinks
     kept = (scratch.out_WMCTD, scratch.stats_WMC2T, scratch.arrivals_WM) if scratch else (out_RND,) * 3
     # Of more dims they would take too many registers; splits past the fine chunks begin with several turns.
-    keys_first = plan.own_keys and not cache.window and head_dim <= 64 and plan.splits <= MOST_EARLY
+    keys_first = plan.tile.own_keys and not cache.window and head_dim <= 64 and plan.splits <= MOST_EARLY
     with torch.cuda.device_of(q_RND):  # no fusion: folding in registers and folding from memory must round alike
         _decode_tile[(tiles, kv_heads, plan.splits)](
             out_RND, q_RND, cache.keys_MSD, cache.values_MSD, cache.limit_R, sinks_N, plan.tables_BN, *kept,
             plan.tables_BN.shape[1], q_RND.stride(0), q_RND.stride(1), cache.keys_MSD.stride(0),
             head_dim**-0.5 * _LOG2_E.value, ROWS=plan.rows, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=plan.block_size,
-            TILE=plan.tile_size, KEYS=keys, CHUNKS=plan.chunks, SPLITS=plan.splits, WINDOW=cache.window or 0,
-            SINKS=cache.sinks_N is not None, OWN=plan.own_keys, KEYS_FIRST=keys_first,
+            TILE=plan.tile.size, KEYS=keys, CHUNKS=plan.chunks, SPLITS=plan.splits, WINDOW=cache.window or 0,
+            SINKS=cache.sinks_N is not None, OWN=plan.tile.own_keys, KEYS_FIRST=keys_first,
             EARLY=launches_early(q_RND.device), num_warps=warps, num_stages=stages, maxnreg=registers,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -387,18 +387,18 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
 
 def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
     """Keys per turn of the loop, which divide a chunk; warps; pipeline stages; the most registers of a thread."""
-    if plan.own_keys:
+    if plan.tile.own_keys:
         return FINE_KEYS, 4, 1, None
     if dtype == torch.float32:  # no tensor cores: the operands of a product live in registers
-        return (32 if head_dim <= 64 else 16), (4 if plan.tile_size <= 16 else 8), 2, None
+        return (32 if head_dim <= 64 else 16), (4 if plan.tile.size <= 16 else 8), 2, None
     # Fewer than the compiler would take, where so many programs are to be resident.
-    registers = min(65536 // (128 * plan.resident) // 8 * 8, 255)
+    registers = min(65536 // (128 * plan.tile.resident) // 8 * 8, 255)
     # Loads of keys wait for those of block ids: seven stages are three turns in flight, five two, three one. Measured:
     # benchmarks/results/decode-attention-sizes-h200.json.
     if head_dim == 256:
         return 16, 4, 7, registers
-    if head_dim == 128 and plan.tile_size <= 16:
+    if head_dim == 128 and plan.tile.size <= 16:
         return 32, 4, 5, registers
-    if head_dim == 128 and plan.tile_size == 32 and plan.splits > 1:
+    if head_dim == 128 and plan.tile.size == 32 and plan.tile.few:
         return 128, 4, 3, registers  # a program has about one chunk
-    return 64, 4, (3 if plan.tile_size <= 32 else 5), registers
+    return 64, 4, (3 if plan.tile.size <= 32 else 5), registers

@@ -83,8 +83,8 @@ def test_interpreted_only_the_target_s_attention_has_the_one_form():
     for kernels in (INVARIANT, "triton"):
         config = EngineConfig(max_num_seqs=2, kernels=kernels)
         step = LLM.from_parts(*tiny_parts(head_dim=16), 3, config, pack=False).core._speculative
-        forms[kernels, "target"] = step._plan(tables_BN, 8, None, step._target.spec).tile_size
-        forms[kernels, "head"] = step._plan(tables_BN, 8, None, step._draft_side.drafter.config).tile_size
+        forms[kernels, "target"] = step._plan(tables_BN, 8, None, step._target.spec).tile.size
+        forms[kernels, "head"] = step._plan(tables_BN, 8, None, step._draft_side.drafter.config).tile.size
     assert forms[INVARIANT, "head"] == forms["triton", "head"]
     assert forms[INVARIANT, "target"] < forms["triton", "target"]
 

@@ -95,6 +95,15 @@ def test_it_follows_acceptance_down_and_up_again(slope):
     assert simulation.run(1000, PROFILES["usual"]) >= 0.97 * simulation.best(PROFILES["usual"])
 
 
+@pytest.mark.parametrize(("cost", "drafts"), [(1.37, False), (1.2, True)])
+def test_a_head_must_promise_more_than_a_batch_of_chance_takes_to_end(cost, drafts):
+    """Two of five drafts kept is 2 % or 17 % more than plain decoding at these costs of a step."""
+    costs = {(64, 0): 1.0, (64, 1): cost}
+    simulation = Simulation(KChooser(costs), costs, 64)
+    simulation.run(400, [0.4])
+    assert simulation.chosen[-1] == drafts
+
+
 def test_k_depends_on_the_batch():
     costs = {(n, k): 1 + 0.002 * n * k for n in (1, 256) for k in draft_counts(MOST)}
     chooser = KChooser(costs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.kernels import paged_decode
 from peagle.kernels.backend import INVARIANT
 from peagle.kernels.paged_attention import paged_attention, plan_rectangles
 from peagle.kernels.paged_decode import (
@@ -189,9 +190,9 @@ def test_few_requests_have_warps_with_their_own_keys(
     one = plan_decode(1, torch.zeros(1, 64), 16, backend=INVARIANT, **sizes)
     for (rows, batch), form in forms.items():
         plan = plan_decode(rows, torch.zeros(batch, 64), 16, backend="torch", **sizes)
-        assert (plan.tile_size, plan.own_keys) == form
+        assert (plan.tile.size, plan.tile.own_keys) == form
         plan = plan_decode(rows, torch.zeros(batch, 64), 16, backend=INVARIANT, **sizes)
-        assert (plan.tile_size, plan.own_keys) == (one.tile_size, one.own_keys)
+        assert (plan.tile.size, plan.tile.own_keys) == (one.tile.size, one.tile.own_keys)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
@@ -221,20 +222,39 @@ def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: 
     )  # fmt: skip
     keys, warps, stages, _ = _launch_sizes(plan, dim, torch.bfloat16)
     assert FINE_KEYS % keys == 0
-    first = dim == 64 and window == 0 and plan.own_keys
+    first = dim == 64 and window == 0 and plan.tile.own_keys
     kinds = {"limit_R": "*i64", "tables_BN": "*i32", "arrivals": "*i32", "table_width": "i32", "scale_log2": "fp32"}
     scratch = dict.fromkeys(("scratch_out", "scratch_stats"), "*fp32")
     compiled = compile_for_hopper(
         _decode_tile, kinds | scratch, warps, stages, ROWS=rows, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=BLOCK,
-        TILE=plan.tile_size, KEYS=keys, CHUNKS=24, SPLITS=splits, WINDOW=window, SINKS=window > 0, OWN=plan.own_keys,
-        KEYS_FIRST=first, EARLY=True,
+        TILE=plan.tile.size, KEYS=keys, CHUNKS=24, SPLITS=splits, WINDOW=window, SINKS=window > 0,
+        OWN=plan.tile.own_keys, KEYS_FIRST=first, EARLY=True,
     )  # fmt: skip
-    assert compiled.metadata.shared < 227 * 1024 // tile_form(dim, rows * group, 1)[2]
+    assert compiled.metadata.shared < 227 * 1024 // tile_form(dim, rows * group, 1).resident
     ptx = compiled.asm["ptx"]
-    assert ("cp.async" in ptx) != plan.own_keys
+    assert ("cp.async" in ptx) != plan.tile.own_keys
     assert ("ld.volatile" in ptx) == first
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.")
     assert "griddepcontrol.wait" not in ptx  # nothing lets it start before what it reads is there
+
+
+@needs_triton
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_launch_sizes_do_not_depend_on_the_split(dim: int, group: int):
+    """Turns of the loop round apart."""
+    from peagle.kernels.paged_decode_triton import _launch_sizes
+
+    for rows, batch, kv_heads in product((1, 4, 8, 16), (1, 8, 64), (2, 8)):
+        tables = torch.zeros(batch, 256, dtype=torch.int32, device="meta")
+        sizes = {
+            _launch_sizes(
+                plan_decode(rows, tables, BLOCK, heads=group * kv_heads, kv_heads=kv_heads, head_dim=dim,
+                            backend="torch", splits=splits), dim, torch.bfloat16,
+            )
+            for splits in (None, 1, 2, 7)
+        }  # fmt: skip
+        assert len(sizes) == 1
 
 
 @needs_triton
@@ -281,8 +301,27 @@ def test_interpreted_forms_past_the_fine_chunks(form: tuple[int, object], settin
     assert error(alone, case.expected()) < TOLERANCE[dtype]
     for splits in (17, None):
         plan = case.plan("triton", splits)
-        assert (plan.tile_size, plan.own_keys) == (form[0], bool(form[1]))
+        assert (plan.tile.size, plan.tile.own_keys) == (form[0], bool(form[1]))
         assert torch.equal(case.run(plan), alone)
+
+
+@interpreter
+@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.parametrize(
+    "rows,dim,few", [(8, 128, True), (8, 128, False), (4, 128, False), (16, 128, True), (4, 64, True)]
+)
+def test_interpreted_streams_and_the_split_changes_no_bit(rows: int, dim: int, few: bool, monkeypatch):
+    """Of half precision, whose turns are the longest, where warps would have their own keys."""
+    monkeypatch.setattr(paged_decode, "_FEW_TILES", 0)
+    if not few:
+        monkeypatch.setattr(paged_decode, "_MULTIPROCESSORS", 1)
+    case = Case(rows, [600, rows], 4, 1, dim, dtype=torch.float16)
+    plans = [case.plan("triton", splits) for splits in (1, 2, 5)]
+    assert {(plan.tile.few, plan.tile.own_keys) for plan in plans} == {(few, False)}
+    alone, *others = [case.run(plan) for plan in plans]
+    assert error(alone, case.expected()) < TOLERANCE[torch.float16]
+    for out in others:
+        assert torch.equal(out, alone)
 
 
 @interpreter
