@@ -3,7 +3,7 @@
 A decode step is one graph, an engine has a graph for every batch size, K and sampling mode, and every shape of a
 prompt's pass. Once eight kernels have run on a second stream of a process, all its graphs take longer. Captures of
 torch run two there, so that its fourth does it, unless they are sent elsewhere ("engine", as `capturing` of
-peagle/engine/graphs.py does). Each case is a process of its own. Hardware: one GPU, half a minute.
+peagle/engine/graphs.py does). Each case is a process of its own. Hardware: one GPU, a minute.
 
     python -m benchmarks.graph_count --out benchmarks/results/graph-count-h200.json
 """
@@ -52,9 +52,13 @@ def main() -> None:
         with get_context("spawn").Pool(1) as pool:  # nothing of the case before is left
             times = pool.apply(measure, (*case, args.events, args.repeats))
         rows.append(GraphCountRow(kernel=case[0], kernels=case[1], event=case[2], microseconds=times))
-        print(f"{case[0]} x {case[1]}, {case[2]}: {times}")
-    settings = {"command": command(), "shape": f"[{_ROWS}, {_IN}] x [{_IN}, {_OUT}] in bfloat16, or {_IN} float32"}
-    write_result(args.out, args.out.stem, settings, {"rows": rows})
+        print(f"{case[0]} x {case[1]}, {case[2]}: {times}", flush=True)
+        settings = {
+            "command": command(),
+            "shape": f"[{_ROWS}, {_IN}] x [{_IN}, {_OUT}] in bfloat16, or {_IN} float32",
+            "partial": len(rows) < len(_CASES),
+        }
+        write_result(args.out, args.out.stem, settings, {"rows": rows})
     print(f"wrote {args.out}")
 
 

@@ -80,9 +80,9 @@ def _lossless(name: str, flags: str) -> Task:
 TASKS: tuple[Task, ...] = (
     _vllm("smollm2-v2", "--runner v2 --shapes smollm2-135m --methods eagle3 none --k 3 --together 2", 6),
     _vllm("smollm2-v1", "--runner v1 --shapes smollm2-135m --methods p-eagle eagle3 --k 7 3 --together 4", 8),
-    _speed("smollm2-135m", f"{_SPEED} --seconds 155 --repeats 3", 4),
+    _speed("smollm2-135m", f"{_SPEED} --seconds 135 --repeats 2", 4),
     _vllm("qwen3-8b", "--shapes qwen3-8b --methods p-eagle eagle3 --k 7 3 --together 4", 10),
-    _speed("qwen3-8b", f"{_SPEED} --seconds 165 --repeats 2 --no-equal", 5),
+    _speed("qwen3-8b", f"{_SPEED} --seconds 200 --repeats 2 --no-equal", 5),
     Task(
         "over-vllm-h200",
         "benchmarks.over_vllm",
@@ -97,8 +97,8 @@ TASKS: tuple[Task, ...] = (
             "peer-vllm-qwen3-8b-h200",
         ),
     ),
-    _speed("qwen2.5-coder-0.5b", f"{_SPEED} --seconds 90 --repeats 2 --no-equal", 3),
-    _speed("qwen2.5-1.5b", f"{_SPEED} --seconds 90 --repeats 2 --no-equal", 3),
+    _speed("qwen2.5-coder-0.5b", f"{_SPEED} --seconds 85 --repeats 2 --no-equal", 3),
+    _speed("qwen2.5-1.5b", f"{_SPEED} --seconds 120 --repeats 2 --no-equal", 3),
     _speed(
         "smollm2-135m",
         "--kernels invariant --bandwidth 4800 --repeats 2 --profile-steps 4 --no-equal --methods p-eagle none --k 7 "

@@ -99,7 +99,10 @@ class Prompts:
         self.keys, self.values = torch.zeros(
             2, kv_heads, int(blocks.sum()) * _BLOCK_SIZE + 1, dim, device=device, dtype=dtype
         )
-        self.qkv_RA = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+        # A capture that failed leaves torch's own generator unusable.
+        self.qkv_RA = torch.randn(
+            rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype, generator=torch.Generator(device)
+        )
         self.q, self.k, self.v = self.qkv_RA.clone().unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), 1)
         inv_freq = rope_inverse_frequencies(RopeSpec(theta=1e6, head_dim=dim)).to(device)
         self.tables = rope_tables(self.limit, inv_freq, dtype, backend="torch")
