@@ -247,8 +247,10 @@ def _stream(q: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, table: tl.te
                 if is_shared:
                     _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
                 out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T
-            chunk_TD, chunk_top_T, chunk_total_T = _nothing(TILE, HEAD_DIM)
-        # Apart from the branch above, or the next turn's loads would have to wait for it.
+        # Not in the branch: Triton 3.6 does not wait for Hopper's products before a branch, the only one to use them.
+        chunk_TD, chunk_top_T = tl.where(is_last, 0.0, chunk_TD), tl.where(is_last, _LOWEST, chunk_top_T)
+        chunk_total_T = tl.where(is_last, 0.0, chunk_total_T)
+        # Nor this, or the next turn's loads would have to wait for it.
         chunk = tl.where(is_last, chunk + SPLITS, chunk)
         next_start, next_stop = _run_of(chunk, lowest_key, last_key, KEYS, WINDOW)
         start, stop = tl.where(is_last, next_start, start), tl.where(is_last, next_stop, stop)

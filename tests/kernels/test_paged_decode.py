@@ -1,5 +1,6 @@
 """Decoding attention with a fixed plan, both forms, against a loop over rows; what nobody sees holds NaN."""
 
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise, product
@@ -236,6 +237,9 @@ def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: 
     assert ("ld.volatile" in ptx) == first
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.")
     assert "griddepcontrol.wait" not in ptx  # nothing lets it start before what it reads is there
+    products = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
+    assert len(products) == 2 * (plan.tile.size == 64)
+    assert not any("bra" in between for between in products)  # nothing is read before it is there
 
 
 @needs_triton
