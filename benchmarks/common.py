@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,9 +96,17 @@ def captured(call: Callable[[int], object], calls: int) -> "torch.cuda.CUDAGraph
     body()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with capturing(graph, None, torch.cuda.Stream()):
+    with capturing(graph, None, _capture_stream()):
         body()
     return graph
+
+
+@cache
+def _capture_stream() -> "torch.cuda.Stream":
+    """The same for all captures: cuBLAS keeps memory for each stream."""
+    import torch
+
+    return torch.cuda.Stream()
 
 
 def _end(*_: object) -> None:

@@ -1,6 +1,6 @@
 """Objects in processes of their own, an engine each, as a server is.
 
-In a process with several engines CUDA graphs run slower (docs/decisions.md), so side by side means process by process:
+So what one engine does to the process, to its memory and graphs, is not in another's figures. Side by side:
 all of a group are loaded and warm, and one is asked at a time.
 """
 

@@ -142,7 +142,7 @@ _WHAT = MappingProxyType(
         "engine-speed": "decode steps, tokens/s by method, K, requests",
         "savings": "a step without each of its savings",
         "auto-k": "K chosen by the engine against every fixed K",
-        "graph-count": "what further CUDA graphs do to one",
+        "graph-count": "CUDA graphs: what slows all of a process",
         "prompt-attention": "attention of whole prompts",
         "step-kernels": "small kernels of a step, Triton and torch",
         "model-kernels": "operations of a layer, Triton and torch",

@@ -103,7 +103,7 @@ class _LaunchesOn(TorchDispatchMode):
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture what is launched in here on `stream`, which must run nothing by itself.
 
-    Once eight kernels have run on a second stream, every graph of the process takes 0.2 to 0.3 us a kernel longer, for
+    Once eight kernels have run on other streams, every graph of the process takes 0.2 to 0.3 us a kernel longer, for
     good (docs/decisions.md). Each capture of torch begins by filling two numbers for its random generator, on the
     stream of the capture; these go to the current stream.
     """

@@ -10,6 +10,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from math import log2
 from operator import mul
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,9 +33,9 @@ _WINDOW_REQUESTS, _WINDOW_STEPS = 256, 16  # an estimate spans at least so many 
 _FORGET_STEPS = 1024  # while less is drafted, what is known of greater depths fades at this pace
 _DWELL = 16  # steps between changes of K
 _GAIN = 1.03  # what a change must promise
-# Plain decoding is taken to be so much faster than measured. Requests that draft end at different times, by chance, and
-# the last ones of a batch run by themselves: 64 of 512 tokens each take 4 % more steps than their mean says.
-_CAUTION = 1.05
+# Plain decoding is taken to be so much faster for each doubling of the batch. Requests that draft end at different
+# times, by chance, and the last ones run by themselves: by chance alone 64 of 512 tokens take 4 % more steps.
+_CAUTION = 0.01
 _MARGIN = 0.02  # slack over plain decoding: below the 3 % allowed, for a step may cost more than was measured
 _ALLOWANCE = 8.0  # plain steps that drafting may be behind besides: once, for the life of an engine
 
@@ -86,9 +87,9 @@ class KChooser:
 
     A head that nobody knows is tried: until 8 drafts were seen, K is the one above 0 that pays best at even odds. Then
     it is the one that pays best by what was seen, with depths never seen taken to be as good as the last one that was,
-    and 0 unless one promises 5 % more. Changes come at most every 16 steps, those to plain decoding at once, and only
-    for 3 % more speed. What nothing was seen of for 512 steps is forgotten, and so tried anew: when there is a request
-    without gaps, or after twice as long.
+    and plain decoding taken to be faster the larger the batch. Changes come at most every 16 steps, those to plain
+    decoding at once, and only for 3 % more speed. What nothing was seen of for 512 steps is forgotten, and so tried
+    anew: when there is a request without gaps, or after twice as long.
 
     An account of the steps that plain decoding would have taken for the same tokens bounds the loss whatever happens:
     once drafting is 2 % and 8 steps behind, plain steps follow until they have paid for another try.
@@ -171,7 +172,8 @@ class KChooser:
 
     def _speeds(self, bucket: int, rates: Sequence[float]) -> dict[int, float]:
         lengths = list(accumulate(accumulate(rates, mul), initial=1.0))  # AL(0), AL(1), ...
-        return {k: lengths[k] / self._costs[bucket, k] if k else _CAUTION for k in self._drafts}
+        plain = 1 + _CAUTION * log2(bucket)
+        return {k: lengths[k] / self._costs[bucket, k] if k else plain for k in self._drafts}
 
     def _change(self, num_drafts: int) -> None:
         if num_drafts != self._current:

@@ -14,9 +14,9 @@ So how many programs share the chunks may follow from the batch and the table's 
 
 A tile is (row, query head) pairs of one request and kv head. Of few requests each warp has its own of a turn's
 `FINE_KEYS` keys, and waits for no other; tiles are small, so with many pairs keys would be read too often. Those are
-streamed: the warps share fewer keys a turn, and the next turns are on their way meanwhile. Which it is, and a tile's
-height, may change a row's last bits. For `INVARIANT` both follow from the model alone, and a row comes out the same
-whatever its neighbours, in its own request or others.
+streamed: the warps share fewer keys a turn, and the next turns are on their way meanwhile. Which it is, a tile's
+height and the keys of a turn may change a row's last bits. For `INVARIANT` all follow from the model alone, and a row
+comes out the same whatever its neighbours, in its own request or others.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class TileForm(NamedTuple):
     size: int  # pairs, a power of two
     own_keys: bool  # of each warp
     resident: int  # programs that a multiprocessor is to hold
-    few: bool  # tiles: programs are to share them, so that each has about one chunk
+    few: bool  # tiles: programs are to share them, so that each has a chunk or two
 
 
 @dataclass(frozen=True, slots=True)

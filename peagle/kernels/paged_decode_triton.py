@@ -396,11 +396,11 @@ def _launch_sizes(plan: DecodePlan, head_dim: int, dtype: torch.dtype) -> tuple[
     # Fewer than the compiler would take, where so many programs are to be resident.
     registers = min(65536 // (128 * plan.tile.resident) // 8 * 8, 255)
     # Loads of keys wait for those of block ids: seven stages are three turns in flight, five two, three one. Measured:
-    # benchmarks/results/decode-attention-sizes-h200.json.
+    # benchmarks/results/decode-attention-loop-h200.json, and -sizes- for 128 dims; not for 256.
     if head_dim == 256:
         return 16, 4, 7, registers
     if head_dim == 128 and plan.tile.size <= 16:
         return 32, 4, 5, registers
     if head_dim == 128 and plan.tile.size == 32 and plan.tile.few:
-        return 128, 4, 3, registers  # a program has about one chunk
+        return 128, 4, 3, registers  # a program has a chunk or two
     return 64, 4, (3 if plan.tile.size <= 32 else 5), registers

@@ -37,7 +37,7 @@ def test_no_garbage_is_collected_during_a_capture(fails: bool, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("keeps_to_one", [True, False])
 def test_captures_run_no_kernel_on_a_second_stream(keeps_to_one: bool):
-    """Or all graphs become slower from the eighth on. torch's own captures do: else ours could be simpler."""
+    """Eight of them make all graphs slower. torch's own captures do run some: else ours could be simpler."""
     x, stream = torch.zeros(8, device="cuda"), torch.cuda.Stream()
     x.add_(1)
     torch.cuda.synchronize()

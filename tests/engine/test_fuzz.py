@@ -6,6 +6,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,16 @@ def drive(llm: LLM, fuzz: Fuzz, seed: int) -> Driven:
     return driven
 
 
-def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> RequestOutput:
-    """The same request in an engine that has nobody else."""
-    core, request = llm.core, llm.make_request(prompt, params)
+def alone(llm: LLM, prompt: list[int], params: SamplingParams, preempt_at: Sequence[int] = ()) -> RequestOutput:
+    """The same request in an engine that has nobody else. It loses its blocks when it has as many tokens as said."""
+    core, request, due = llm.core, llm.make_request(prompt, params), set(preempt_at)
     core.add(request)
     while core.has_work:
         core.step()
+        if request.slot >= 0 and len(request.output_ids) in due:
+            due.remove(len(request.output_ids))
+            core.scheduler.running.remove(request)
+            core.scheduler._preempt(request)
     return request.output(llm.tokenizer)
 
 

@@ -95,13 +95,17 @@ def test_it_follows_acceptance_down_and_up_again(slope):
     assert simulation.run(1000, PROFILES["usual"]) >= 0.97 * simulation.best(PROFILES["usual"])
 
 
-@pytest.mark.parametrize(("cost", "drafts"), [(1.37, False), (1.2, True)])
-def test_a_head_must_promise_more_than_a_batch_of_chance_takes_to_end(cost, drafts):
-    """Two of five drafts kept is 2 % or 17 % more than plain decoding at these costs of a step."""
-    costs = {(64, 0): 1.0, (64, 1): cost}
-    simulation = Simulation(KChooser(costs), costs, 64)
-    simulation.run(400, [0.4])
-    assert simulation.chosen[-1] == drafts
+@pytest.mark.parametrize(("batch", "cost", "drafts"), [(64, 1.37, 0), (64, 1.2, 1), (1, 1.37, 1)])
+def test_the_larger_a_batch_the_more_drafts_must_promise(batch, cost, drafts):
+    """Two of five drafts kept are 2 % or 17 % more than plain decoding at these costs. A batch of chance ends late."""
+    chooser, count, kept = KChooser({(batch, 0): 1.0, (batch, 1): cost}), 0, 0
+    for step in range(400):
+        k = chooser.choose(batch)
+        count, kept = count + k * batch * (step > 0), kept
+        now = round(0.4 * count) - kept
+        kept += now
+        chooser.record([1] * now + [0] * (batch - now), k)
+    assert chooser.choose(batch) == drafts
 
 
 def test_k_depends_on_the_batch():

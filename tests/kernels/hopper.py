@@ -4,7 +4,12 @@ from typing import Any
 
 
 def compile_for_hopper(
-    fn: Any, kinds: dict[str, str], warps: int, stages: int | None = None, **constants: object
+    fn: Any,
+    kinds: dict[str, str],
+    warps: int,
+    stages: int | None = None,
+    registers: int | None = None,
+    **constants: object,
 ) -> Any:
     """What Triton makes of a kernel of bfloat16 tensors, all aligned; `kinds` names the arguments of other types.
 
@@ -20,5 +25,7 @@ def compile_for_hopper(
         fn, signature, constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )  # fmt: skip
-    options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    options = {"num_warps": warps} | {
+        name: value for name, value in (("num_stages", stages), ("maxnreg", registers)) if value is not None
+    }
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -22,7 +22,6 @@ from peagle.kernels.paged_decode import (
     num_chunks,
     paged_decode_ref,
     plan_decode,
-    tile_form,
 )
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
@@ -209,29 +208,34 @@ def test_scratch_is_accounted_for(dim: int, group: int):
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize("rows,group,dim,window", [
-    (8, 3, 64, 0), (8, 7, 64, 0), (8, 8, 64, 0), (8, 8, 64, 128), (16, 8, 64, 0), (1, 4, 128, 0), (8, 4, 128, 0),
-    (8, 6, 128, 0), (8, 2, 256, 0), (16, 2, 256, 0),
+@pytest.mark.parametrize("requests,rows,group,dim,window", [  # one: own keys, but for 256 dims
+    (1, 8, 3, 64, 0), (1, 8, 7, 64, 0), (1, 8, 8, 64, 128), (1, 1, 4, 128, 0), (1, 8, 6, 128, 0), (1, 8, 2, 256, 0),
+    (64, 4, 3, 64, 0), (64, 8, 3, 64, 0), (64, 8, 8, 64, 0), (64, 8, 8, 64, 128), (64, 4, 4, 128, 0),
+    (64, 8, 4, 128, 0), (8, 8, 4, 128, 0), (64, 8, 6, 128, 0), (64, 16, 2, 256, 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 4])
-def test_programs_fit_on_a_multiprocessor_of_hopper(rows: int, group: int, dim: int, window: int, splits: int):
+def test_programs_fit_on_a_multiprocessor_of_hopper(
+    requests: int, rows: int, group: int, dim: int, window: int, splits: int
+):
     from peagle.kernels.paged_decode_triton import _decode_tile, _launch_sizes
 
+    kv_heads = 1 if requests == 1 else 8
     plan = plan_decode(
-        rows, torch.zeros(1, 256, device="meta"), BLOCK, heads=group, kv_heads=1, head_dim=dim, backend="torch",
-        splits=splits,
+        rows, torch.zeros(requests, 256, device="meta"), BLOCK, heads=group * kv_heads, kv_heads=kv_heads,
+        head_dim=dim, backend="torch", splits=splits,
     )  # fmt: skip
-    keys, warps, stages, _ = _launch_sizes(plan, dim, torch.bfloat16)
+    assert plan.tile.own_keys == (requests == 1 and dim < 256)
+    keys, warps, stages, registers = _launch_sizes(plan, dim, torch.bfloat16)
     assert FINE_KEYS % keys == 0
     first = dim == 64 and window == 0 and plan.tile.own_keys
     kinds = {"limit_R": "*i64", "tables_BN": "*i32", "arrivals": "*i32", "table_width": "i32", "scale_log2": "fp32"}
     scratch = dict.fromkeys(("scratch_out", "scratch_stats"), "*fp32")
     compiled = compile_for_hopper(
-        _decode_tile, kinds | scratch, warps, stages, ROWS=rows, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=BLOCK,
+        _decode_tile, kinds | scratch, warps, stages, registers, ROWS=rows, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=BLOCK,
         TILE=plan.tile.size, KEYS=keys, CHUNKS=24, SPLITS=splits, WINDOW=window, SINKS=window > 0,
         OWN=plan.tile.own_keys, KEYS_FIRST=first, EARLY=True,
     )  # fmt: skip
-    assert compiled.metadata.shared < 227 * 1024 // tile_form(dim, rows * group, 1).resident
+    assert compiled.metadata.shared < 227 * 1024 // plan.tile.resident
     ptx = compiled.asm["ptx"]
     assert ("cp.async" in ptx) != plan.tile.own_keys
     assert ("ld.volatile" in ptx) == first
