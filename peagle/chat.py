@@ -28,10 +28,10 @@ Write = Callable[[str], object]
 
 class Conversation:
     """The messages so far, and one streamed answer at a time. What was thought before one stays out of them. `write`
-    takes the answers, `note` what is said of them."""
+    takes the answers, `note` what is said of them. `piped`: Ctrl-C ends more than an answer."""
 
-    def __init__(self, llm: "LLM", params: "SamplingParams", write: Write, note: Write) -> None:
-        self._llm, self._write, self._note = llm, write, note
+    def __init__(self, llm: "LLM", params: "SamplingParams", write: Write, note: Write, *, piped: bool = False) -> None:
+        self._llm, self._write, self._note, self._piped = llm, write, note, piped
         self._harmony, self._params = channels_of(llm, params)
         self.messages: list[dict[str, str]] = []
 
@@ -41,6 +41,7 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Stream the answer to the user's `text`. Ctrl-C stops it; what was said until then stays in the conversation.
+        Of a pipe it raises KeyboardInterrupt to the caller, once the line is ended.
 
         A message that is refused (too long for the context, or no Unicode text) raises and is not kept.
         """
@@ -56,6 +57,9 @@ class Conversation:
             )[0]
             answer.take("", final=True)
         except KeyboardInterrupt:
+            if self._piped:
+                self._write("\n")
+                raise
             said = "stopped; Ctrl-C again leaves"
         else:
             said = figures(output)
@@ -64,25 +68,26 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer.said["text"]}]
 
 
-def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = input, *, piped: bool = False) -> None:
+def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = input, *, piped: bool = False) -> bool:
     """Talk until /exit or end of input. Ctrl-C while waiting for a message raises KeyboardInterrupt to the caller.
 
-    `piped`: no person types. Then stdout gets the answers alone, and whatever else there is to say goes to stderr."""
+    `piped`: no person types. Then stdout gets the answers alone, with thoughts that have marks, and whatever else there
+    is to say goes to stderr; Ctrl-C raises in an answer too, and what returns is whether a message was refused."""
     welcome, prompt, end = ("", "", "") if piped else (WELCOME + "\n", PROMPT, "\n")
     write = partial(print, end="", flush=True)
     note = partial(write, file=sys.stderr) if piped else write
     with suppress(ImportError):
         import_module("readline")  # arrow keys and history for input(), where the platform has it
-    conversation = Conversation(llm, params, write, note)
+    conversation, refused = Conversation(llm, params, write, note, piped=piped), False
     note(welcome)
     while True:
         try:
             text = read(prompt).strip()
         except EOFError:
             note(end)
-            return
+            return refused
         if text == "/exit":
-            return
+            return refused
         if text == "/help":
             note(HELP + "\n")
         elif text == "/reset":
@@ -92,4 +97,5 @@ def run_chat(llm: "LLM", params: "SamplingParams", read: Callable[[str], str] = 
             try:
                 conversation.answer(text)
             except PeagleError as error:
-                note(f"[{error}; /reset starts over]\n")
+                refused = piped
+                note(f"[{error}]\n" if piped else f"[{error}; /reset starts over]\n")

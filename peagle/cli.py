@@ -139,7 +139,8 @@ def generate(
 def chat(model: Model, config: EngineConfig, drafts: SpeculationFlags, sampling: ChatConfig) -> None:
     """Talk with a model: streamed answers, several turns, acceptance length and speed after each.
 
-    Of a pipe or a file each line is a message; stdout then has the answers alone.
+    Where stdin is no terminal, each line of it is a message and there is no prompt. Stdout then has the answers alone
+    (of gpt-oss the thoughts too, as marked), stderr the rest; the exit status is 2 if a message was refused.
     """
     speculation = choose_speculation(model, drafts)
     with said_if_slow(f"loading {model}"):
@@ -148,7 +149,8 @@ def chat(model: Model, config: EngineConfig, drafts: SpeculationFlags, sampling:
 
         params = SamplingParams(**asdict(sampling))
         llm = _load(model, speculation, config)
-    run_chat(llm, params, piped=not sys.stdin.isatty())
+    if run_chat(llm, params, piped=not sys.stdin.isatty()):
+        raise typer.Exit(USER_ERROR_STATUS)
 
 
 @app.command(epilog=EXAMPLES["serve"])

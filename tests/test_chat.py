@@ -1,12 +1,15 @@
 """The interactive conversation: history, commands, Ctrl-C, and messages the engine refuses."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
 
 from peagle.acceptance import AcceptanceStats
 from peagle.chat import Conversation, run_chat
+from peagle.cli import app
 from peagle.errors import PeagleError
+from peagle.exits import run
 from peagle.sampling import SamplingParams
 from tests.server.tiny_harmony import dictation, harmony_llm, ids_of
 
@@ -47,7 +50,7 @@ def talk(*lines, piped=False):
             raise line
         return line
 
-    run_chat(llm, None, read, piped=piped)
+    llm.refused = run_chat(llm, None, read, piped=piped)
     return llm
 
 
@@ -60,12 +63,47 @@ def test_history_grows_and_reset_clears_it(capsys):
 
 
 def test_of_a_pipe_the_answers_alone_are_output(capsys):
-    talk("one", "", "/help", "too long", "stop", "/reset", "two", piped=True)
+    assert not talk("one", "", "/help", "/reset", "two", piped=True).refused
     out, err = capsys.readouterr()
-    assert out == "you said one\nyou said \nyou said two\n"
-    for said in ("[3 tokens, ", "/reset  start over", "9000 tokens; /reset", "[stopped; ", "[new conversation]"):
+    assert out == "you said one\nyou said two\n"
+    for said in ("[3 tokens, ", "/reset  start over", "[new conversation]"):
         assert said in err
     assert "Type a message" not in err
+
+
+def test_of_a_pipe_ctrl_c_in_an_answer_ends_all(capsys):
+    with pytest.raises(KeyboardInterrupt):
+        talk("one", "stop", "two", piped=True)
+    out, err = capsys.readouterr()
+    assert out == "you said one\nyou said \n"
+    assert "stopped" not in err
+
+
+@pytest.mark.parametrize("last", [(), ("/exit", "never")])
+@pytest.mark.parametrize("message, reason", [("too long", "9000 tokens"), ("bad \udcff", "not valid Unicode text")])
+def test_of_a_pipe_a_refused_message_is_said_and_told_at_the_end(capsys, message, reason, last):
+    assert talk(message, "two", *last, piped=True).refused
+    out, err = capsys.readouterr()
+    assert out == "you said two\n"
+    assert reason in err
+    assert "/reset" not in err
+
+
+@pytest.mark.parametrize(
+    "lines, status, answers, noted",
+    [
+        (b"one\nstop\ntwo\n", 130, "you said one\nyou said \n", "peagle: interrupted"),
+        (b"bad \xff\ntwo\n", 2, "you said two\n", "not valid Unicode text"),
+        (b"one\n", 0, "you said one\n", "3 tokens"),
+    ],
+)
+def test_of_a_pipe_the_command_ends_with_a_status(monkeypatch, capsys, lines, status, answers, noted):
+    monkeypatch.setattr("peagle.cli._load", lambda *_: FakeLLM())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8", errors="surrogateescape"))
+    assert run(app, ["chat", "m"]) == status
+    out, err = capsys.readouterr()
+    assert out == answers
+    assert err.count(noted) == 1
 
 
 def test_help_lists_the_commands_and_is_no_message(capsys):
@@ -85,7 +123,9 @@ def test_ctrl_c_at_the_prompt_leaves():
 
 
 def test_a_refused_message_is_forgotten(capsys):
-    assert talk("one", "too long", "two").asked[2] == ["one", "you said one", "two"]
+    llm = talk("one", "too long", "two")
+    assert llm.asked[2] == ["one", "you said one", "two"]
+    assert not llm.refused
     assert "/reset starts over" in capsys.readouterr().out
 
 

@@ -71,7 +71,8 @@ def shares(key: str) -> Cell:
 
 
 def print_block(console: "Console", block: Block) -> None:
-    """Print a table on a terminal. One too wide wraps in its cells: nothing is cut, what is left might read alike."""
+    """Print a table on a terminal. One too wide wraps in its cells: nothing is cut, what is left might read alike. That
+    takes three characters a column, borders included, and one for the last border; a narrower terminal does cut."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

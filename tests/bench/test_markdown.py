@@ -35,7 +35,7 @@ def test_an_evaluation_fits_80_columns_with_whole_names_and_figures():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [12, 25, 60])
+@pytest.mark.parametrize("width", [10, 12, 25, 60])
 def test_in_a_narrow_table_every_character_is_there(width):
     names = ["latency_ms.ttft.p50", "latency_ms.ttft.p95", "a name of words"]
     block = Block("", ["[b]figure", "a", ""], [[name, f"{1000 * n:,}", ""] for n, name in enumerate(names)])
