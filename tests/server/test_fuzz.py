@@ -3,6 +3,7 @@
 import json
 import string
 import threading
+from copy import deepcopy
 
 import pytest
 from fastapi.testclient import TestClient
@@ -74,7 +75,7 @@ def mutated(draw):
         elif change == "rename" and isinstance(holder, dict):
             holder[draw(st.sampled_from([str(key).upper(), f" {key}", "maxTokens", "__class__", "input", ""]))] = 1
         else:
-            holder[key] = draw(ODD if change == "odd" else JSON)
+            holder[key] = deepcopy(draw(ODD if change == "odd" else JSON))  # the next change may be inside of it
         if not body:
             break
     return path, body
