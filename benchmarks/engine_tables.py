@@ -199,5 +199,5 @@ over_vllm = table_of(
     ("tok/s", "{ours_tokens_per_second:,.0f}"),
     ("vLLM's", "{theirs}"),
     ("tok/s", "{theirs_tokens_per_second:,.0f}"),
-    ("ratio", "**{ratio:.2f}x**"),
+    ("ratio", "**{ratio:.3f}x**"),
 )

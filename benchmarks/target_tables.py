@@ -14,6 +14,9 @@ from peagle.bench.sweep_tables import fastest_row
 
 _MORE_RUNS = {"over-vllm-first-h200": "first", "over-vllm-again-h200": "second", "over-vllm-third-h200": "third"}
 
+# What vLLM was not measured with in the newest run, though it was its best at 64 requests before.
+_LACKING = {"qwen3-8b": ", vLLM without P-EAGLE K = 3"}
+
 Read = Callable[[str], Json | None]  # the result of a name; None: not there
 
 _SHAPES = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-1.5b", "qwen3-8b")
@@ -110,7 +113,8 @@ def _targets(read: Read) -> Iterator[Target]:
     for shape, bounds in _OVER_VLLM.items():
         least = ", ".join(f"{bound:g}x" for bound in bounds.values())
         target = f"over vLLM's best in one run: at least {least} at c = {', '.join(map(str, bounds))}"
-        yield Target(target, shape, "over-vllm-h200", _over_vllm(_rows(read, "over-vllm-h200"), shape))
+        of = shape + _LACKING.get(shape, "")
+        yield Target(target, of, "over-vllm-h200", _over_vllm(_rows(read, "over-vllm-h200"), shape))
         for name, which in _MORE_RUNS.items():
             if again := _over_vllm(_rows(read, name), shape):
                 yield Target(target, f"{shape}, {which} run", name, again)
