@@ -194,6 +194,30 @@ def _attend_own_chunk(q: tl.tensor, keys_SD: tl.tensor, values_SD: tl.tensor, ta
 
 
 @triton.jit
+def _attend_own_chunks(out_TD: tl.tensor, top_T: tl.tensor, total_T: tl.tensor, q: tl.tensor, keys_SD: tl.tensor,
+                       values_SD: tl.tensor, table: tl.tensor, chunk: tl.tensor, end: tl.tensor, lowest_key: tl.tensor,
+                       last_key: tl.tensor, limit_T: tl.tensor, key_WS: tl.tensor, early: tl.tensor,
+                       early_block_WS: tl.tensor, kept_TD: tl.tensor, kept_T: tl.tensor, place: tl.tensor,
+                       is_shared: tl.tensor, scale_log2: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+                       TILE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+                       KEYS_FIRST: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """`_stream` for warps with their own keys, after `out_TD`, `top_T` and `total_T` of a chunk before."""
+    for at in range(chunk, end, SPLITS):
+        start, stop = _run_of(at, lowest_key, last_key, KEYS, WINDOW)
+        chunk_TD, chunk_top_T, chunk_total_T = _attend_own_chunk(
+            q, keys_SD, values_SD, table, start, stop, lowest_key, limit_T, key_WS, early, early_block_WS,
+            scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW, KEYS_FIRST,
+        )  # fmt: skip
+        if SPLITS == 1:
+            out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
+        else:
+            if is_shared:
+                _keep(kept_TD, kept_T, place + at, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
+            out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
+    return out_TD, top_T, total_T
+
+
+@triton.jit
 def _attend_turn(q: tl.tensor, k_SD: tl.tensor, v_SD: tl.tensor, position_S: tl.tensor, limit_T: tl.tensor,
                  out_TD: tl.tensor, top_T: tl.tensor, total_T: tl.tensor, scale_log2: tl.tensor, WINDOW: tl.constexpr
                  ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
@@ -315,15 +339,7 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
 
     place = (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * CHUNKS
     kept_TD, kept_T = scratch_out + t[:, None] * HEAD_DIM + d[None], scratch_stats + t
-    if not OWN:
-        out_TD, top_T, total_T = _stream(
-            q, keys_SD, values_SD, table, first + split, end, lowest_key, last_key, limit_T, key_S, early,
-            early_block_S, kept_TD, kept_T, place, count > 1, scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, SPLITS,
-            WINDOW,
-        )  # fmt: skip
-    else:
-        out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
-        next_chunk = first + split + (SPLITS if KEYS_FIRST else 0)
+    if OWN:
         if KEYS_FIRST:
             read_SD = tl.expand_dims(early_S <= last_key, -1)
             k_SD, v_SD = tl.where(read_SD, k_SD, 0.0), tl.where(read_SD, v_SD, 0.0)
@@ -331,19 +347,21 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
             if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
                 if count > 1:
                     _keep(kept_TD, kept_T, place + split, out_TD, top_T, total_T, TILE, HEAD_DIM)
+        else:
+            out_TD, top_T, total_T = _nothing(TILE, HEAD_DIM)
         if not KEYS_FIRST or SPLITS < CHUNKS:  # else nobody has a second chunk
-            for chunk in range(next_chunk, end, SPLITS):
-                start, stop = _run_of(chunk, lowest_key, last_key, KEYS, WINDOW)
-                chunk_TD, chunk_top_T, chunk_total_T = _attend_own_chunk(
-                    q, keys_SD, values_SD, table, start, stop, lowest_key, limit_T, key_S, early, early_block_S,
-                    scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, WINDOW, KEYS_FIRST,
-                )  # fmt: skip
-                if SPLITS == 1:
-                    out_TD, top_T, total_T = _fold(out_TD, top_T, total_T, chunk_TD, chunk_top_T, chunk_total_T)
-                else:
-                    if count > 1:
-                        _keep(kept_TD, kept_T, place + chunk, chunk_TD, chunk_top_T, chunk_total_T, TILE, HEAD_DIM)
-                    out_TD, top_T, total_T = chunk_TD, chunk_top_T, chunk_total_T  # the result where there is only one
+            next_chunk = first + split + (SPLITS if KEYS_FIRST else 0)
+            out_TD, top_T, total_T = _attend_own_chunks(
+                out_TD, top_T, total_T, q, keys_SD, values_SD, table, next_chunk, end, lowest_key, last_key, limit_T,
+                key_S, early, early_block_S, kept_TD, kept_T, place, count > 1, scale_log2, BLOCK_SIZE, HEAD_DIM,
+                TILE, KEYS, SPLITS, WINDOW, KEYS_FIRST,
+            )  # fmt: skip
+    else:
+        out_TD, top_T, total_T = _stream(
+            q, keys_SD, values_SD, table, first + split, end, lowest_key, last_key, limit_T, key_S, early,
+            early_block_S, kept_TD, kept_T, place, count > 1, scale_log2, BLOCK_SIZE, HEAD_DIM, TILE, KEYS, SPLITS,
+            WINDOW,
+        )  # fmt: skip
 
     if SPLITS > 1:  # noqa: SIM102  # known when compiled, unlike the next
         if count > 1:
@@ -352,10 +370,8 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
                 out_TD, top_T, total_T, TILE, HEAD_DIM,
             )  # fmt: skip
 
-    pair_at_T = row_T * (tl.num_programs(1) * GROUP) + head_T
-    _write(
-        out_RND + (pair_at_T * HEAD_DIM)[:, None] + d[None], sinks_N + head_T, live_T, out_TD, top_T, total_T, SINKS
-    )  # fmt: skip
+    to_TD = out_RND + ((row_T * (tl.num_programs(1) * GROUP) + head_T) * HEAD_DIM)[:, None] + d[None]
+    _write(to_TD, sinks_N + head_T, live_T, out_TD, top_T, total_T, SINKS)
 
 
 def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Tensor:
