@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel that streams weights starts while the short one before it still runs.
+"""Programmatic dependent launch: a kernel starts while the one before it still runs.
 
-Weights follow from no other kernel. So a layer's programs may be placed, and the first of their weights be on their
-way to the L2 cache, before what they multiply is there. A short kernel that comes before such a layer calls
-`let_next_start` first of all; the layer is launched with `launch_pdl` and calls `wait_for_previous` before it loads or
-stores anything. A prefetch is neither: what it reads is not kept.
+What is older than both is on its way by then: weights into a ring or the L2 cache, limits, block tables. Before it
+loads anything newer, or stores anything, a kernel calls `wait_for_previous`, which lets the next one start: so all but
+the kernel right before that are done. Norms `let_next_start` first of all: what streams weights after them loads nothing
+else before it waits.
 
 GPUs before Hopper have none of it, nor has the interpreter. `PEAGLE_EARLY_LAUNCH=0` turns it off.
 """
@@ -24,6 +24,11 @@ _LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 def launches_early(device: torch.device) -> bool:
     """Whether kernels on `device` are launched so. Raises PeagleError for a setting that says neither."""
     return is_on("PEAGLE_EARLY_LAUNCH") and cuda_generation(device) >= 9
+
+
+def early_launch(early: bool) -> dict[str, bool]:
+    """The option of a launch."""
+    return {"launch_pdl": True} if early else {}
 
 
 @triton.jit

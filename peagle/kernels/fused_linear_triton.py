@@ -17,12 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import early_launch, launches_early, prefetch_rows, wait_for_previous
 from peagle.kernels.fused_linear import LEAST_COLUMNS
 from peagle.kernels.swiglu_triton import silu_times
 
 _PROGRAMS = 96  # at least, where columns allow: an H200 has 132 multiprocessors
 _MOST_COLUMNS = 32  # of a program
 TILE_ROWS = 16  # of a tile: as many as tensor cores multiply at once
+_PREFETCHED = tl.constexpr(512)  # inputs, while the kernel before runs
 _BYTES_IN_FLIGHT = 100 << 10  # shared memory for loads of one program: a multiprocessor has room for two
 
 
@@ -31,6 +33,15 @@ class Tile(NamedTuple):
     slices: int  # of one turn of the loop, and warps
     step: int  # inputs of a slice
     stages: int
+
+
+@triton.jit
+def start_early(weight_OI: tl.tensor, read_O: tl.tensor, weight_row_stride: tl.int64, IN: tl.constexpr,
+                EARLY: tl.constexpr) -> None:  # fmt: skip
+    """What a program does before it loads or stores: ask for the first weights of its columns, then wait."""
+    if EARLY:
+        prefetch_rows(weight_OI + read_O.to(tl.int64) * weight_row_stride, min(IN, _PREFETCHED))
+    wait_for_previous(EARLY)
 
 
 @triton.jit
@@ -133,19 +144,22 @@ def _linear_tile(
     NORM_FIRST: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = out_RO.dtype.element_ty
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns past the end are read as the last one, which spares the loads of weights a mask.
+    read_O = tl.minimum(column_O, OUT - 1)
+    start_early(weight_OI, read_O, weight_row_stride, IN, EARLY)
     live_R, live_O = row_R < rows, column_O < OUT
     live_RO = live_R[:, None] & live_O[None]
     if ADD:  # asked for now, to be there when the sums are
         at_RO = (row_R.to(tl.int64) * residual_row_stride)[:, None] + column_O[None]
         own_RO = tl.load(residual_RO + at_RO, mask=live_RO, other=0.0).to(tl.float32)
-    # Columns past the end are read as the last one, which spares the loads of weights a mask.
     total_RO = linear_tile(
-        x_RI, norm_I, weight_OI, bias_O, row_R, live_R, tl.minimum(column_O, OUT - 1), x_row_stride, weight_row_stride,
-        eps, dtype, IN, ROWS, COLUMNS, SLICES, STEP, STAGES, NORM, NORM_FIRST, BIAS,
+        x_RI, norm_I, weight_OI, bias_O, row_R, live_R, read_O, x_row_stride, weight_row_stride, eps, dtype, IN, ROWS,
+        COLUMNS, SLICES, STEP, STAGES, NORM, NORM_FIRST, BIAS,
     ).to(tl.float32)  # fmt: skip
     if ADD:
         total_RO += own_RO
@@ -157,12 +171,13 @@ def _gated_linear_tile(out_RF: tl.tensor, x_RH: tl.tensor, norm_H: tl.tensor, we
                        rows: tl.int32, x_row_stride: tl.int64, weight_row_stride: tl.int64, eps: tl.float32,
                        IN: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                        SLICES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, NORM_FIRST: tl.constexpr,
-                       BIAS: tl.constexpr) -> None:  # fmt: skip
+                       BIAS: tl.constexpr, EARLY: tl.constexpr) -> None:  # fmt: skip
     OWN: tl.constexpr = COLUMNS // 2  # output columns: gate and up of each are neighbours in the tile
     dtype: tl.constexpr = out_RF.dtype.element_ty
     row_R, tile_G = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     live_R = row_R < rows
     read_G = tl.minimum(tl.program_id(0) * OWN + tile_G // 2, OUT - 1) + tile_G % 2 * OUT
+    start_early(weight_GH, read_G, weight_row_stride, IN, EARLY)
     total_RG = linear_tile(
         x_RH, norm_H, weight_GH, bias_G, row_R, live_R, read_G, x_row_stride, weight_row_stride, eps, dtype, IN, ROWS,
         COLUMNS, SLICES, STEP, STAGES, True, NORM_FIRST, BIAS,
@@ -183,13 +198,14 @@ def norm_gated_linear_triton(
     out_RF = torch.empty((rows, outputs), dtype=x_RH.dtype, device=x_RH.device)
     if out_RF.numel() == 0:
         return out_RF
-    tile = tile_of(rows, inputs, 2 * outputs, x_RH.dtype)
+    tile, early = tile_of(rows, inputs, 2 * outputs, x_RH.dtype), launches_early(x_RH.device)
     with torch.cuda.device_of(x_RH):
         _gated_linear_tile[(triton.cdiv(2 * outputs, tile.columns), triton.cdiv(rows, TILE_ROWS))](
             out_RF, x_RH, norm_H, weight_GH, x_RH if bias_G is None else bias_G, rows, x_RH.stride(0),
             weight_GH.stride(0), eps, IN=inputs, OUT=outputs, ROWS=TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices,
             STEP=tile.step, STAGES=tile.stages, NORM_FIRST=x_RH.dtype == torch.float16, BIAS=bias_G is not None,
-            num_warps=tile.slices, enable_fp_fusion=False,  # torch rounds each product before the sum
+            EARLY=early, num_warps=tile.slices, **early_launch(early),
+            enable_fp_fusion=False,  # torch rounds each product before the sum
         )  # fmt: skip
     return out_RF
 
@@ -222,15 +238,15 @@ def _launch(
         return out_RO
     residual = out_RO if residual_RO is None else residual_RO  # not read, like the next two, where there is none
     residual = residual if residual.stride(1) == 1 else residual.contiguous()
-    tile = tile_of(rows, inputs, outputs, x_RI.dtype)
+    tile, early = tile_of(rows, inputs, outputs, x_RI.dtype), launches_early(x_RI.device)
     with torch.cuda.device_of(x_RI):
         _linear_tile[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, TILE_ROWS))](
             out_RO, x_RI, x_RI if norm_H is None else norm_H, weight_OI, x_RI if bias_O is None else bias_O, residual,
             rows, x_RI.stride(0), weight_OI.stride(0), residual.stride(0), eps,
             IN=inputs, OUT=outputs, ROWS=TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step,
             STAGES=tile.stages, NORM=norm_H is not None, NORM_FIRST=norm_H is not None and x_RI.dtype == torch.float16,
-            BIAS=bias_O is not None, ADD=residual_RO is not None, num_warps=tile.slices,
-            enable_fp_fusion=False,  # torch rounds each product before the sum
+            BIAS=bias_O is not None, ADD=residual_RO is not None, EARLY=early, num_warps=tile.slices,
+            **early_launch(early), enable_fp_fusion=False,  # torch rounds each product before the sum
         )  # fmt: skip
     return out_RO
 

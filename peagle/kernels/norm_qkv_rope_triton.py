@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.fused_linear_triton import TILE_ROWS, linear_tile, tile_of
+from peagle.kernels.early_launch import early_launch, launches_early
+from peagle.kernels.fused_linear_triton import TILE_ROWS, linear_tile, start_early, tile_of
 from peagle.kernels.norm_qkv_rope import NormedLinear
 from peagle.kernels.rope_triton import turn
 
@@ -50,6 +51,7 @@ def _qkv_linear_tile(
     STAGES: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     PAIRS: tl.constexpr = COLUMNS // 2
     dtype: tl.constexpr = q_RND.dtype.element_ty
@@ -57,14 +59,16 @@ def _qkv_linear_tile(
     row_R, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     live_R, wide_R1 = row_R < rows, row_R.to(tl.int64)[:, None]
     d_1P = (first + tl.arange(0, PAIRS))[None]
+    column_O = head * 2 * HALF + first + column // 2 + column % 2 * HALF
+    start_early(weight_AI, column_O, weight_row_stride, IN, EARLY)
     # Asked for now, to be there when the sums are.
     at_RP = wide_R1 * 2 * HALF + d_1P
     cos_RP = tl.load(cos_RD + at_RP, mask=live_R[:, None], other=0.0)
     sin_RP = tl.load(sin_RD + at_RP + HALF, mask=live_R[:, None], other=0.0)
     slot_R = tl.load(slots_R + row_R, mask=live_R, other=-1).to(tl.int64)
     total_RO = linear_tile(
-        x_RI, norm_I, weight_AI, bias_A, row_R, live_R, head * 2 * HALF + first + column // 2 + column % 2 * HALF,
-        x_row_stride, weight_row_stride, eps, dtype, IN, ROWS, COLUMNS, SLICES, STEP, STAGES, True, NORM_FIRST, BIAS,
+        x_RI, norm_I, weight_AI, bias_A, row_R, live_R, column_O, x_row_stride, weight_row_stride, eps, dtype, IN,
+        ROWS, COLUMNS, SLICES, STEP, STAGES, True, NORM_FIRST, BIAS,
     )  # fmt: skip
     low_RP, high_RP = tl.split(tl.reshape(total_RO, [ROWS, PAIRS, 2]))
     if head < QUERY_HEADS + KV_HEADS:
@@ -98,7 +102,7 @@ def norm_qkv_rope_triton(
     q_RND = torch.empty((rows, heads, head_dim), dtype=x_RH.dtype, device=x_RH.device)
     if rows == 0:
         return q_RND
-    tile = tile_of(rows, inputs, outputs, x_RH.dtype, within=head_dim)
+    tile, early = tile_of(rows, inputs, outputs, x_RH.dtype, within=head_dim), launches_early(x_RH.device)
     with torch.cuda.device_of(x_RH):
         _qkv_linear_tile[(outputs // tile.columns, triton.cdiv(rows, TILE_ROWS))](
             q_RND, x_RH, qkv.norm_H, weight_OH,
@@ -107,7 +111,7 @@ def norm_qkv_rope_triton(
             key_cache_MSD.stride(0), qkv.eps,
             IN=inputs, QUERY_HEADS=heads, KV_HEADS=key_cache_MSD.shape[0], HALF=head_dim // 2, ROWS=TILE_ROWS,
             COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages,
-            NORM_FIRST=x_RH.dtype == torch.float16, BIAS=qkv.bias_O is not None, num_warps=tile.slices,
-            enable_fp_fusion=False,  # torch rounds each product before the sum
+            NORM_FIRST=x_RH.dtype == torch.float16, BIAS=qkv.bias_O is not None, EARLY=early, num_warps=tile.slices,
+            **early_launch(early), enable_fp_fusion=False,  # torch rounds each product before the sum
         )  # fmt: skip
     return q_RND

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.early_launch import launches_early, let_next_start
+from peagle.kernels.early_launch import early_launch, launches_early, let_next_start, wait_for_previous
 from peagle.kernels.fused_linear_triton import over_warps
 from peagle.kernels.paged_decode import FINE_KEYS, MOST_EARLY, CacheView, DecodePlan
 
@@ -302,7 +302,7 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
                  OWN: tl.constexpr, KEYS_FIRST: tl.constexpr, EARLY: tl.constexpr) -> None:  # fmt: skip
     """CHUNKS: as many as a table's width holds. OWN: warps have their own keys. KEYS_FIRST: those of the first chunk,
     chunk `split` then, are asked for before the limits are known. See the head of this file."""
-    let_next_start(EARLY)
+    let_next_start(EARLY and not OWN)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles_of_request: tl.constexpr = (ROWS * GROUP + TILE - 1) // TILE
     request, t, d = tile // tiles_of_request, tl.arange(0, TILE), tl.arange(0, HEAD_DIM)
@@ -320,16 +320,20 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
         key_S = tl.arange(0, 4)[:, None] * (KEYS // 4) + tl.arange(0, KEYS // 4)[None]
     early_S = early + key_S
     # All that does not follow from the limits is loaded along with them: the wait for memory is most of a short pass.
+    # Limits and tables are there before the projections are; queries, and keys and values of the rows, after them.
     limit_T = tl.load(limit_R + row_T, mask=live_T, other=-1).to(tl.int32)
     if KEYS_FIRST:
         early_block_S = tl.load(table + tl.minimum(early_S // BLOCK_SIZE, table_width - 1))
+    else:
+        early_block_S = tl.load(table + early_S // BLOCK_SIZE, mask=early_S // BLOCK_SIZE < table_width, other=0)
+    wait_for_previous(EARLY and OWN)
+    if KEYS_FIRST:
         early_at_SD = _places(early_block_S, early_S, BLOCK_SIZE, HEAD_DIM)
         # Volatile, or the assembler moves them behind the branch on the limits.
         k_SD, v_SD = tl.load(keys_SD + early_at_SD, volatile=True), tl.load(values_SD + early_at_SD, volatile=True)
         q = tl.load(q_RND + q_at)  # after the keys: right behind it come a move to shared memory and the wait for it
     else:
         q = tl.load(q_RND + q_at)
-        early_block_S = tl.load(table + early_S // BLOCK_SIZE, mask=early_S // BLOCK_SIZE < table_width, other=0)
 
     last_key = tl.max(limit_T, axis=0)
     lowest_key, first, end = _chunks_seen(limit_T, last_key, WINDOW)
@@ -388,6 +392,7 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
     keys, warps, stages, registers = _launch_sizes(plan, head_dim, q_RND.dtype)
     sinks_N = cache.limit_R if cache.sinks_N is None else cache.sinks_N  # not read without sinks
     kept = (scratch.out_WMCTD, scratch.stats_WMC2T, scratch.arrivals_WM) if scratch else (out_RND,) * 3
+    early = launches_early(q_RND.device)
     # Of more dims they would take too many registers; splits past the fine chunks begin with several turns.
     keys_first = plan.tile.own_keys and not cache.window and head_dim <= 64 and plan.splits <= MOST_EARLY
     with torch.cuda.device_of(q_RND):  # no fusion: folding in registers and folding from memory must round alike
@@ -397,8 +402,8 @@ def paged_decode_triton(q_RND: Tensor, cache: CacheView, plan: DecodePlan) -> Te
             head_dim**-0.5 * _LOG2_E.value, ROWS=plan.rows, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=plan.block_size,
             TILE=plan.tile.size, KEYS=keys, CHUNKS=plan.chunks, SPLITS=plan.splits, WINDOW=cache.window or 0,
             SINKS=cache.sinks_N is not None, OWN=plan.tile.own_keys, KEYS_FIRST=keys_first,
-            EARLY=launches_early(q_RND.device), num_warps=warps, num_stages=stages, maxnreg=registers,
-            enable_fp_fusion=False,
+            EARLY=early, num_warps=warps, num_stages=stages, maxnreg=registers,
+            **early_launch(early and plan.tile.own_keys), enable_fp_fusion=False,
         )  # fmt: skip
     return out_RND
 

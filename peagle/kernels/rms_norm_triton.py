@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.early_launch import launches_early, let_next_start
+from peagle.kernels.early_launch import early_launch, launches_early, let_next_start, wait_for_previous
+from peagle.kernels.stream_ring import MOST_ROWS
 
 
 @triton.jit
@@ -32,6 +33,7 @@ def _norm_row(
     row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     dtype = out_RH.dtype.element_ty
     weight = tl.load(weight_H + h, mask=h < SIZE, other=0.0).to(tl.float32)
+    wait_for_previous(EARLY)
     x = tl.load(x_RH + row * x_row_stride + h, mask=h < SIZE, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_RH + part * part_stride + row * x_row_stride + h, mask=h < SIZE, other=0.0)
@@ -72,10 +74,11 @@ def _launch(
     if rows == 0:
         return
     block = triton.next_power_of_2(size)
+    early = rows <= MOST_ROWS and launches_early(x_SRH.device)  # of more, what follows streams no weights
     with torch.cuda.device_of(x_SRH):
         _norm_row[(rows,)](
             out, total, x_SRH, residual_RH, weight_H, x_SRH.stride(1), residual_RH.stride(0), x_SRH.stride(0), eps,
-            SIZE=size, BLOCK=block, ADD=add, PARTS=parts, EARLY=launches_early(x_SRH.device),
-            num_warps=min(max(block // 512, 1), 8),
+            SIZE=size, BLOCK=block, ADD=add, PARTS=parts, EARLY=early, **early_launch(early),
+            num_warps=16 if block >= 4096 else max(block // 512, 1),
             enable_fp_fusion=False,  # torch rounds each product before the sum
         )  # fmt: skip

@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.early_launch import early_launch, launches_early, wait_for_previous
 from peagle.kernels.rope import HeadNorms
 from peagle.kernels.rope_triton import rotate
 
 _HEADS = 4  # of one program
+_MOST_EARLY = 1 << 17  # elements: more programs would crowd where the layer before leaves room
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_R"])
@@ -33,11 +35,13 @@ def _rotate_and_write(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     head_N = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots_R + row).to(tl.int64)
     inside_D = (d < HALF)[None]
+    wait_for_previous(EARLY)
     first = qkv_RA + row * row_stride + head_N[:, None] * 2 * HALF + d[None]
     inside_ND = (head_N < QUERY_HEADS + 2 * KV_HEADS)[:, None] & inside_D
     low, high = (tl.load(first, mask=inside_ND, other=0.0), tl.load(first + HALF, mask=inside_ND, other=0.0))
@@ -75,13 +79,14 @@ def rope_write_triton(
     """The Triton form of `rope_write`. Tables are dense; rows may be strided, their elements not."""
     rows, head_dim, kv_heads = qkv_RA.shape[0], cos_R1D.shape[-1], key_cache_MSD.shape[0]
     weights = (cos_R1D, cos_R1D) if norms is None else (norms.q_D, norms.k_D)  # not read without norms
+    early = launches_early(qkv_RA.device) and qkv_RA.numel() <= _MOST_EARLY
     if rows:
         with torch.cuda.device_of(qkv_RA):
             _rotate_and_write[(rows, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
                 qkv_RA, cos_R1D, sin_R1D, *weights, key_cache_MSD, value_cache_MSD, slots_R, qkv_RA.stride(0),
                 key_cache_MSD.stride(0), norms.eps if norms else 0.0,
                 QUERY_HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HEADS=_HEADS,
-                BLOCK=triton.next_power_of_2(head_dim // 2), NORM=norms is not None, num_warps=2,
-                enable_fp_fusion=False,  # torch rounds each product before the sum
+                BLOCK=triton.next_power_of_2(head_dim // 2), NORM=norms is not None, EARLY=early, num_warps=2,
+                **early_launch(early), enable_fp_fusion=False,  # torch rounds each product before the sum
             )  # fmt: skip
     return qkv_RA[:, : heads * head_dim].unflatten(-1, (heads, head_dim))

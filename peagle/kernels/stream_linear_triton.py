@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.early_launch import launches_early, prefetch_rows, wait_for_previous
+from peagle.kernels.early_launch import early_launch, launches_early, prefetch_rows, wait_for_previous
 from peagle.kernels.stream_ring import prefers_ring
 from peagle.kernels.swiglu_triton import silu_times
 
@@ -122,7 +122,7 @@ def _launch(
             rows, x_RI.stride(0), weight_GI.stride(0), IN=inputs, OUT=outputs, CUT=cut, ROWS=tile.rows,
             COLUMNS=tile.columns, STEP=tile.step, STAGES=tile.stages, GATED=gated, BIAS=bias_G is not None, PARTS=parts,
             WHOLE=inputs % tile.step == 0 and cut * tile.cuts == inputs, EARLY=early, num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+            **early_launch(early),
         )  # fmt: skip
     return out
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from peagle.kernels.early_launch import launches_early
+from peagle.kernels.early_launch import early_launch, launches_early
 from peagle.kernels.stream_ring import SLAB, STEP, is_read_by_tma, ring_of
 
 _SLAB, _STEP = gl.constexpr(SLAB), gl.constexpr(STEP)
@@ -144,7 +144,7 @@ def launch_ring(x_RI: Tensor, weight_GI: Tensor, bias_G: Tensor | None, *, gated
             out, x_RI if bias_G is None else bias_G, x, weight, rows, OUT=outputs, CUTS=ring.cuts, TURNS=ring.turns,
             OWN_TURNS=ring.own_turns, ALL_TURNS=ring.all_turns, ROWS=tile_rows, SLABS=ring.slabs, STAGES=ring.stages,
             GATED=gated, BIAS=bias_G is not None, PARTS=parts, EARLY=early, num_warps=4,
-            **({"launch_pdl": True} if early else {}),
+            **early_launch(early),
         )  # fmt: skip
     return out
 

@@ -451,6 +451,25 @@ class TestOnGpu:
         assert [r.output_ids for r in structured] == [o.token_ids for o in expected]
         assert graphs.num_captured == captured
 
+    @pytest.mark.parametrize("parallel", [True, False])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_kernels_that_start_early_change_nothing(self, shape: str, parallel: bool, monkeypatch):
+        """Not a token of a request alone, of a few, or of many."""
+        from peagle.kernels.early_launch import launches_early
+
+        params = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+        answers = []
+        try:
+            for early in ("0", "1"):
+                monkeypatch.setenv("PEAGLE_EARLY_LAUNCH", early)
+                launches_early.cache_clear()
+                llm = sized_llm(shape, 7, parallel=parallel, max_num_seqs=24, num_kv_blocks=400)
+                outputs = [llm.generate(random_prompts(count, seed=4), params) for count in (1, 2, 8, 24)]
+                answers.append([output.token_ids for some in outputs for output in some])
+        finally:
+            launches_early.cache_clear()
+        assert answers[0] == answers[1]
+
     def test_without_memory_for_a_graph_the_step_runs_eagerly(self, monkeypatch, caplog):
         llm = gpu_llm(3)
         expected = llm.generate(random_prompts(3), SamplingParams(max_tokens=9, temperature=0.0))

@@ -29,3 +29,10 @@ def compile_for_hopper(
         name: value for name, value in (("num_stages", stages), ("maxnreg", registers)) if value is not None
     }
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def before_the_wait(ptx: str) -> str:
+    """What a kernel does while the one before it may still run; the wait is there, and the next may start after it."""
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in after
+    return before

@@ -16,7 +16,7 @@ from peagle.models.decoder import TargetModel
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies, use_kernels
 from tests.engine.tiny import tiny_spec
 from tests.helpers import random_weights
-from tests.kernels.hopper import compile_for_hopper
+from tests.kernels.hopper import before_the_wait, compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 kernels = pytest.importorskip("peagle.kernels.fused_linear_triton", reason="needs triton")
@@ -283,22 +283,26 @@ def test_interpreted_decode(changes: dict[str, object], monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("rows,inputs,outputs", [(8, 576, 1536), (14, 4096, 4096), (64, 896, 1152)])
 def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int):
-    """On tensor cores, with loads in flight while products are made."""
+    """On tensor cores, with loads in flight while products are made, and weights asked for before the wait."""
     tile = kernels.tile_of(rows, inputs, outputs, torch.bfloat16)
     compiled = compile_for_hopper(
         kernels._linear_tile, {"rows": "i32", "eps": "fp32"}, tile.slices, IN=inputs, OUT=outputs,
         ROWS=kernels.TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages, NORM=True,
-        NORM_FIRST=False, BIAS=True, ADD=True,
+        NORM_FIRST=False, BIAS=True, ADD=True, EARLY=True,
     )  # fmt: skip
     assert all(word in compiled.asm["ptx"] for word in ("mma.sync", "cp.async.cg"))
     assert compiled.metadata.shared < 113 << 10  # two programs of a multiprocessor
     gated = compile_for_hopper(
         kernels._gated_linear_tile, {"rows": "i32", "eps": "fp32"}, tile.slices, IN=inputs, OUT=outputs,
         ROWS=kernels.TILE_ROWS, COLUMNS=tile.columns, SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages,
-        NORM_FIRST=False, BIAS=True,
+        NORM_FIRST=False, BIAS=True, EARLY=True,
     )  # fmt: skip
     assert all(word in gated.asm["ptx"] for word in ("mma.sync", "cp.async.cg"))
     assert gated.metadata.shared < 113 << 10
+    for ptx in (compiled.asm["ptx"], gated.asm["ptx"]):
+        before = before_the_wait(ptx)
+        assert "prefetch.global.L2" in before
+        assert not any(word in before for word in ("ld.global", "cp.async", "st.global"))
 
 
 @gpu

@@ -20,6 +20,7 @@ from peagle.sampling import SamplingParams
 from tests.engine import tiny
 from tests.engine.tiny import tiny_spec
 from tests.helpers import causal_attend, random_weights
+from tests.kernels.hopper import before_the_wait, compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -182,6 +183,28 @@ def test_interpreted_empty_batches():
     empty = torch.empty(0, 32)
     assert rms_norm(empty, torch.ones(32), EPS, backend="triton").shape == (0, 32)
     assert silu_mul(empty, backend="triton").shape == (0, 16)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+def test_what_is_newer_than_the_kernel_before_is_loaded_after_it():
+    """A norm asks for its weight before, a rotation for its rows' slots."""
+    from peagle.kernels.rms_norm_triton import _norm_row
+    from peagle.kernels.rope_write_triton import _rotate_and_write
+
+    norm = compile_for_hopper(
+        _norm_row, {"eps": "fp32", "x_RH": "*fp32"}, 8, SIZE=4096, BLOCK=4096, ADD=True, PARTS=2, EARLY=True
+    )
+    before = before_the_wait(norm.asm["ptx"])
+    assert before.index("griddepcontrol.launch_dependents") < before.index("ld.global")
+    assert before.count("ld.global.v4.b32") == 4096 // (8 * 32 * 8)  # of bfloat16
+    write = compile_for_hopper(
+        _rotate_and_write, {"eps": "fp32", "slots_R": "*i64"}, 2, QUERY_HEADS=32, KV_HEADS=8, HALF=64, HEADS=4,
+        BLOCK=64, NORM=True, EARLY=True,
+    )  # fmt: skip
+    before = before_the_wait(write.asm["ptx"])
+    assert before.count("ld.global") == before.count("ld.global.b64") == 1
+    assert "st." not in before
 
 
 @gpu

@@ -9,7 +9,7 @@ from peagle.kernels.kv_write import kv_write
 from peagle.kernels.norm_qkv_rope import NormedLinear, norm_qkv_rope
 from peagle.kernels.rope import HeadNorms, rope_qkv, rope_tables
 from peagle.models.layers import RopeSpec, rope_inverse_frequencies
-from tests.kernels.hopper import compile_for_hopper
+from tests.kernels.hopper import before_the_wait, compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
 
 kernels = pytest.importorskip("peagle.kernels.norm_qkv_rope_triton", reason="needs triton")
@@ -185,15 +185,18 @@ def test_interpreted_heads_it_does_not_fit(dim: int, normed: bool, monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("rows,inputs,heads,kv_heads,dim", [(8, 576, 9, 3, 64), (64, 896, 14, 2, 64)])
 def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, heads: int, kv_heads: int, dim: int):
-    """On tensor cores, with loads in flight while products are made."""
+    """On tensor cores, with loads in flight while products are made, and weights asked for before the wait."""
     tile = kernels.tile_of(rows, inputs, (heads + 2 * kv_heads) * dim, torch.bfloat16, within=dim)
     compiled = compile_for_hopper(
         kernels._qkv_linear_tile, {"rows": "i32", "eps": "fp32", "slots_R": "*i64"}, tile.slices, IN=inputs,
         QUERY_HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, ROWS=kernels.TILE_ROWS, COLUMNS=tile.columns,
-        SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages, NORM_FIRST=False, BIAS=True,
+        SLICES=tile.slices, STEP=tile.step, STAGES=tile.stages, NORM_FIRST=False, BIAS=True, EARLY=True,
     )  # fmt: skip
     assert all(word in compiled.asm["ptx"] for word in ("mma.sync", "cp.async.cg"))
     assert compiled.metadata.shared < 113 << 10  # two programs of a multiprocessor
+    before = before_the_wait(compiled.asm["ptx"])
+    assert "prefetch.global.L2" in before
+    assert not any(word in before for word in ("ld.global", "cp.async", "st.global"))
 
 
 @pytest.mark.parametrize("dim,outputs", [(64, 960), (24, 4800), (128, 6144), (80, 3840)])
