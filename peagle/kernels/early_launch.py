@@ -2,8 +2,8 @@
 
 What is older than both is on its way by then: weights into a ring or the L2 cache, limits, block tables. Before it
 loads anything newer, or stores anything, a kernel calls `wait_for_previous`, which lets the next one start: so all but
-the kernel right before that are done. Norms `let_next_start` first of all: what streams weights after them loads nothing
-else before it waits.
+the kernel right before that are done. Norms `let_next_start` first of all: what streams weights after them loads
+nothing else before it waits.
 
 GPUs before Hopper have none of it, nor has the interpreter. `PEAGLE_EARLY_LAUNCH=0` turns it off.
 """
