@@ -132,7 +132,7 @@ def tile_form(head_dim: int, pairs: int, kv_heads: int) -> TileForm:
         return TileForm(8, True, 3, True) if head_dim <= 64 and pairs <= 24 else TileForm(16, True, 2, True)
     most = _MAX_TILE if head_dim <= 128 else _MAX_TILE // 2  # registers hold no more
     size = max(16, min(power_of_two(pairs), most))
-    if size == _MAX_TILE and head_dim > 64 and kv_heads * -(-pairs // size) < _MULTIPROCESSORS:
+    if size == _MAX_TILE and head_dim > 64 and 2 * kv_heads * -(-pairs // size) <= _MULTIPROCESSORS:
         size //= 2  # twice the programs, each with registers for turns of more keys
     resident = max(1, min(_TILE_NUMBERS // (head_dim * size), _MOST_RESIDENT))
     return TileForm(size, False, resident, few=2 * kv_heads * -(-pairs // size) <= _programs(resident))

@@ -180,7 +180,7 @@ def test_the_split_follows_from_batch_and_width():
     (14, 2, 64, {(1, 1): (8, True), (4, 1): (16, True), (8, 8): (16, True), (16, 1): (64, False)}),
     (64, 8, 64, {(1, 1): (8, True), (8, 1): (16, True), (9, 1): (64, False), (8, 8): (64, False)}),
     (12, 2, 128, {(1, 1): (16, True), (8, 8): (16, True), (8, 64): (64, False)}),
-    (32, 8, 128, {(4, 8): (16, True), (8, 1): (16, True), (8, 8): (32, False)}),
+    (32, 8, 128, {(4, 8): (16, True), (8, 8): (32, False), (15, 8): (32, False), (15, 9): (64, False)}),
     (4, 2, 256, {(1, 1): (16, False), (64, 1): (32, False)}),
 ])  # fmt: skip
 def test_few_requests_have_warps_with_their_own_keys(
@@ -211,7 +211,7 @@ def test_scratch_is_accounted_for(dim: int, group: int):
 @pytest.mark.parametrize("requests,rows,group,dim,window", [  # one: own keys, but for 256 dims
     (1, 8, 3, 64, 0), (1, 8, 7, 64, 0), (1, 8, 8, 64, 128), (1, 1, 4, 128, 0), (1, 8, 6, 128, 0), (1, 8, 2, 256, 0),
     (64, 4, 3, 64, 0), (64, 8, 3, 64, 0), (64, 8, 8, 64, 0), (64, 8, 8, 64, 128), (64, 4, 4, 128, 0),
-    (64, 8, 4, 128, 0), (8, 8, 4, 128, 0), (64, 8, 6, 128, 0), (64, 16, 2, 256, 0),
+    (64, 8, 4, 128, 0), (8, 8, 4, 128, 0), (8, 15, 4, 128, 0), (64, 8, 6, 128, 0), (64, 16, 2, 256, 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 4])
 def test_programs_fit_on_a_multiprocessor_of_hopper(
