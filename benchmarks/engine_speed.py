@@ -36,6 +36,7 @@ from benchmarks.speed_shapes import (
     EAGLE3,
     OUTPUT_TOKENS,
     P_EAGLE,
+    P_EAGLE_32K,
     PLAIN,
     PROMPT_TOKENS,
     REAL_SHAPES,
@@ -344,7 +345,8 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--methods", nargs="+", choices=[P_EAGLE, EAGLE3, PLAIN], default=[P_EAGLE, EAGLE3, PLAIN])
+    published = [P_EAGLE, EAGLE3, PLAIN]
+    parser.add_argument("--methods", nargs="+", choices=[*published, P_EAGLE_32K], default=published)
     parser.add_argument("--k", nargs="+", type=int, default=[1, 3, 5, 7])
     parser.add_argument("--no-equal", action="store_true", help="leave out EAGLE-3 at P-EAGLE's acceptance lengths")
     parser.add_argument("--concurrency", nargs="+", type=int)

@@ -60,6 +60,7 @@ class Task:
 
 
 _SPEED = "--bandwidth 4800 --profile-steps 8 --k 7 3 5 1"
+_WITH_32K = "--methods p-eagle p-eagle-32k eagle3 none"
 _LAYERS = "--requests 1 8 64 --rows 8 --keys 512 --linear-rows 8 64 --prefill-rows 2048 --expert-rows --repeats 8"
 
 
@@ -97,8 +98,8 @@ TASKS: tuple[Task, ...] = (
             "peer-vllm-qwen3-8b-h200",
         ),
     ),
-    _speed("qwen2.5-coder-0.5b", f"{_SPEED} --seconds 85 --repeats 2 --no-equal", 3),
-    _speed("qwen2.5-1.5b", f"{_SPEED} --seconds 120 --repeats 2 --no-equal", 3),
+    _speed("qwen2.5-coder-0.5b", f"{_SPEED} {_WITH_32K} --seconds 90 --repeats 2 --no-equal", 3),
+    _speed("qwen2.5-1.5b", f"{_SPEED} {_WITH_32K} --seconds 120 --repeats 2 --no-equal", 3),
     _speed(
         "smollm2-135m",
         "--kernels invariant --bandwidth 4800 --repeats 2 --profile-steps 4 --no-equal --methods p-eagle none --k 7 "

@@ -2,6 +2,7 @@
 
 Weights are random. Drafters have the sizes of published heads: P-EAGLE 4 layers over the whole vocabulary, EAGLE-3 one
 layer over 32,000 tokens; layers are as wide as the target's, but three hidden sizes where that has experts.
+"p-eagle-32k" is a P-EAGLE head over 32,000 tokens: it shows what of the difference between the two is the vocabulary's.
 
 Acceptance is drawn by chance with geometric rates: the i-th draft is kept in a share a^i of the steps, a such that the
 mean length comes out as set. "assumed": a plausible length for each method, K and target, not measured; P-EAGLE's
@@ -22,9 +23,9 @@ from peagle.models.spec import ModelSpec
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 512
 CONCURRENCY = (1, 8, 64)
-P_EAGLE, EAGLE3, PLAIN = "p-eagle", "eagle3", "none"
-_LAYERS = MappingProxyType({P_EAGLE: 4, EAGLE3: 1})
-_EAGLE3_VOCAB = 32_000
+P_EAGLE, P_EAGLE_32K, EAGLE3, PLAIN = "p-eagle", "p-eagle-32k", "eagle3", "none"
+_LAYERS = MappingProxyType({P_EAGLE: 4, P_EAGLE_32K: 4, EAGLE3: 1})
+_SMALL_VOCAB = 32_000
 
 # Stands in the settings of every result whose tokens per second rest on such acceptance.
 SYNTHETIC = "SYNTHETIC: drafts are kept by chance, at mean lengths that were set; weights are random"
@@ -114,7 +115,7 @@ class Setup:
         if self.method == PLAIN:
             return 1.0
         own = _SMALL_P_EAGLE_LENGTHS if self.shape == "smollm2-135m" else _P_EAGLE_LENGTHS
-        lengths = own if self.method == P_EAGLE or self.acceptance == "equal" else _EAGLE3_LENGTHS
+        lengths = _EAGLE3_LENGTHS if self.method == EAGLE3 and self.acceptance == "assumed" else own
         return lengths[self.num_drafts]
 
     @property
@@ -188,12 +189,12 @@ def drafter_config(spec: ModelSpec, method: str) -> DrafterConfig:
         draft_vocab_size=spec.vocab_size if method == P_EAGLE else _small_vocab(spec.vocab_size),
         target_hidden_size=spec.hidden_size,
         tap_ids=default_tap_ids(spec.num_layers),
-        mask_token_id=spec.vocab_size - 20 if method == P_EAGLE else None,
+        mask_token_id=None if method == EAGLE3 else spec.vocab_size - 20,
     )
 
 
 def _small_vocab(vocab_size: int) -> int:
-    return _EAGLE3_VOCAB if vocab_size > _EAGLE3_VOCAB else vocab_size // 2
+    return _SMALL_VOCAB if vocab_size > _SMALL_VOCAB else vocab_size // 2
 
 
 def random_prompts(vocab_size: int, count: int) -> list[list[int]]:
@@ -210,7 +211,7 @@ def plan(shapes: list[str], methods: list[str], num_drafts: list[int], *, equal:
         return [Setup(shape, method, k, acceptance) for method, k in wanted]
 
     groups = [group(shape, (P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3), (P_EAGLE, 1)) for shape in order]
-    groups += [group(shape, (EAGLE3, 7), (P_EAGLE, 3), (P_EAGLE, 5), (EAGLE3, 5)) for shape in order]
+    groups += [group(shape, (EAGLE3, 7), (P_EAGLE_32K, 7), (P_EAGLE, 3), (P_EAGLE, 5), (EAGLE3, 5)) for shape in order]
     if equal:
         groups += [group(shape, (EAGLE3, 3), (EAGLE3, 5), (EAGLE3, 7), acceptance="equal") for shape in order]
     return [setups for setups in groups if setups]

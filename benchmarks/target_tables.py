@@ -108,6 +108,8 @@ def _targets(read: Read) -> Iterator[Target]:
         for shape in _SHAPES:
             name = f"engine-speed-{shape}-h200"
             yield Target(target, shape, name, figures(_rows(read, name), shape))
+            if figures is _over_eagle3 and (alike := _over_eagle3(_rows(read, name), shape, "p-eagle-32k")):
+                yield Target(target, f"{shape}, both drafting from 32,000 tokens", name, alike)
     for head, name in _REAL_HEADS.items():
         yield Target("over no drafts with real heads, c = 1: at least 2x", head, name, _over_none(_rows(read, name)))
     for shape, bounds in _OVER_VLLM.items():
@@ -139,8 +141,8 @@ def _drafting(rows: Sequence[Json], shape: str) -> list[Figure]:
     return [Figure(f"c = {c}", value, 1.3 if c == 1 else None, is_most=True) for c, value in times]
 
 
-def _over_eagle3(rows: Sequence[Json], shape: str) -> list[Figure]:
-    of, eagle3, p_eagle = engines_of(shape, rows), ("eagle3", 7), ("p-eagle", 7)
+def _over_eagle3(rows: Sequence[Json], shape: str, method: str = "p-eagle") -> list[Figure]:
+    of, eagle3, p_eagle = engines_of(shape, rows), ("eagle3", 7), (method, 7)
     times, floors = (dict(over(of, eagle3, p_eagle, key)) for key in ("ms_per_step", "floor_ms"))
     # At 64 the floors say nothing: they count bytes alone, and steps of so many rows take what their products take.
     one = Figure("c = 1", times.get(1), 1.3, floors=floors.get(1))

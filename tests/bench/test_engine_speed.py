@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from benchmarks.over_vllm import compare
 from benchmarks.speed_shapes import (
     EAGLE3,
     P_EAGLE,
+    P_EAGLE_32K,
     PLAIN,
     REAL_SHAPES,
     SHAPES,
@@ -64,6 +65,13 @@ def test_the_most_important_come_first():
     assert all(len({setup.shape for setup in group}) == 1 for group in groups)
 
 
+def test_a_smaller_vocabulary_is_measured_where_it_is_asked_for():
+    methods = [P_EAGLE, P_EAGLE_32K, EAGLE3, PLAIN]
+    _, second, *_ = plan(["qwen2.5-1.5b"], methods, [1, 3, 5, 7], equal=False)
+    assert [(s.method, s.num_drafts) for s in second[:2]] == [(EAGLE3, 7), (P_EAGLE_32K, 7)]
+    assert [s.method for s in second].count(P_EAGLE_32K) == 1
+
+
 def test_a_smaller_grid():
     assert plan(["tiny"], [PLAIN], [3], equal=True) == [[Setup("tiny", PLAIN, 0)]]
     assert plan(["tiny"], [EAGLE3], [3], equal=False) == [[Setup("tiny", EAGLE3, 3)]]
@@ -80,6 +88,8 @@ def test_acceptance_lengths():
     assert Setup("smollm2-135m", P_EAGLE, 7).acceptance_length == 3.40
     assert Setup("qwen3-8b", EAGLE3, 3).acceptance_length == 2.65
     assert Setup("qwen3-8b", EAGLE3, 7, "equal").acceptance_length == 3.94
+    assert Setup("qwen3-8b", P_EAGLE_32K, 7).acceptance_length == 3.94
+    assert Setup("smollm2-135m", P_EAGLE_32K, 7).acceptance_length == 3.40
     assert Setup("qwen3-8b", PLAIN, 0).acceptance_length == 1.0
 
 
@@ -92,6 +102,8 @@ def test_shapes_are_targets_this_engine_computes(shape):
     assert not serial.parallel
     assert parallel.draft_vocab_size == spec.vocab_size
     assert serial.draft_vocab_size == (160 if shape.startswith("tiny") else 32_000)
+    small = drafter_config(spec, P_EAGLE_32K)
+    assert small == replace(parallel, draft_vocab_size=serial.draft_vocab_size)
     assert parallel.intermediate_size == (3 * spec.hidden_size if spec.moe else spec.intermediate_size)
 
 
@@ -102,7 +114,7 @@ def test_a_random_drafter_shares_the_targets_tables(tmp_path, shape):
 
     (tmp_path / "config.json").write_text(json.dumps(hf_config(shape)))
     target = load_target(str(tmp_path), dtype=torch.bfloat16, device=torch.device("cpu"), load_format="dummy")
-    for method in (P_EAGLE, EAGLE3):
+    for method in (P_EAGLE, P_EAGLE_32K, EAGLE3):
         drafter = dummy_drafter(target, method)
         assert drafter.embed_tokens is target.model.embed_tokens
         assert (drafter.lm_head is target.model.lm_head) == (method == P_EAGLE)
@@ -146,12 +158,14 @@ def test_ratios_below_the_table(tmp_path):
         row("p-eagle", 7, ms_per_step=2.0, drafting_ms=0.3, tokens_per_second=300.0),
         row("p-eagle", 7, 8, ms_per_step=4.0),
         row("eagle3", 7, ms_per_step=3.0),
+        row("p-eagle-32k", 7, ms_per_step=1.5),
         row("p-eagle", 1, drafting_ms=0.25),
         row("none", 0, tokens_per_second=100.0),
     ]
     write_result(tmp_path / "r.json", "engine-speed-x", {}, {"rows": rows})
     text = render_block("engine-speed-x", read_result(tmp_path / "r.json"))
     assert "- qwen3-8b: P-EAGLE over EAGLE-3 at equal acceptance, K = 7: **1.50** at c = 1\n" in text
+    assert "- qwen3-8b: the same where both draft from 32,000 tokens, K = 7: **2.00** at c = 1\n" in text
     assert "- qwen3-8b: drafting with K = 7 over drafting with K = 1: **1.20** at c = 1\n" in text
     assert "over no speculation, at the acceptance assumed: **3.00** at c = 1\n" in text
 

@@ -54,6 +54,11 @@ RESULTS = {
         engine("eagle3", 7, 2.4, acceptance="equal"),
         engine("eagle3", 7, 2.8),
     ],
+    "engine-speed-qwen2.5-1.5b-h200": [
+        engine("p-eagle", 7, 2.0, shape="qwen2.5-1.5b"),
+        engine("p-eagle-32k", 7, 1.6, shape="qwen2.5-1.5b"),
+        engine("eagle3", 7, 2.4, shape="qwen2.5-1.5b"),
+    ],
     "sweep-qwen2.5-coder-0.5b-h200": [
         sweep("mt-bench", 300.0, 2.5),
         sweep("mt-bench", 200.0, 3.0),  # another K, slower
@@ -83,6 +88,9 @@ def test_every_target_is_judged_by_its_files():
     assert line(text, "drafting", "qwen3-8b") == ["c = 1: 1.25, c = 64: 2.00", "yes"]
     over_eagle3 = ["c = 1: 1.20, c = 64: not measured", "c = 1: **no**, c = 64: –"]
     assert line(text, "P-EAGLE over EAGLE-3", "qwen3-8b") == over_eagle3  # at P-EAGLE's acceptance where there is one
+    alike = ["c = 1: 1.50, c = 64: not measured", "c = 1: yes, c = 64: –"]
+    assert line(text, "P-EAGLE over EAGLE-3", "qwen2.5-1.5b, both drafting from 32,000 tokens") == alike
+    assert "qwen3-8b, both" not in text
     over_none = ["mt-bench: 2.50, gsm8k: 1.90", "mt-bench: yes, gsm8k: **no**"]
     assert line(text, "over no drafts", "Qwen2.5-Coder-0.5B, head of the sweep") == over_none
     over_vllm = ["c = 1: 1.20, c = 8: 1.19, c = 64: not measured", "c = 1: yes, c = 8: **no**, c = 64: –"]
