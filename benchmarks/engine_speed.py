@@ -34,9 +34,9 @@ from benchmarks.engine_process import Measured, Models, OwnEngine
 from benchmarks.speed_shapes import (
     CONCURRENCY,
     EAGLE3,
+    METHODS,
     OUTPUT_TOKENS,
     P_EAGLE,
-    P_EAGLE_32K,
     PLAIN,
     PROMPT_TOKENS,
     REAL_SHAPES,
@@ -88,7 +88,8 @@ class WarmEngine:
         self._models = Models(target.spec, drafter.config if drafter else None)
         self._args, self._drafts = args, setup.num_drafts
         longest = max(args.output_tokens, self._profiled_tokens)
-        config = engine_config(args, target, longest + 2 * setup.num_drafts + 1, kernels=args.kernels)
+        tokens = longest + 2 * setup.num_drafts + 1
+        config = engine_config(args, target, tokens, kernels=args.kernels, draft_lm_head=setup.draft_lm_head)
         rates = (geometric_rate(setup.acceptance_length, setup.num_drafts),) * setup.num_drafts if drafter else None
         self._llm = LLM.from_parts(target, drafter, setup.num_drafts, config, pack=False, synthetic_rates=rates)
         self._prompts = random_prompts(target.spec.vocab_size, max(args.concurrency))
@@ -244,6 +245,7 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
         requests=concurrency,
         context=whole.context,
         dtype=dtype,
+        fp8_head=setup.draft_lm_head == "fp8",
     )
     floor_ms = cost.floor_ms(bandwidth)
     on_gpu = profile is not None and profile.on_gpu
@@ -345,8 +347,7 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
-    published = [P_EAGLE, EAGLE3, PLAIN]
-    parser.add_argument("--methods", nargs="+", choices=[*published, P_EAGLE_32K], default=published)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[P_EAGLE, EAGLE3, PLAIN])
     parser.add_argument("--k", nargs="+", type=int, default=[1, 3, 5, 7])
     parser.add_argument("--no-equal", action="store_true", help="leave out EAGLE-3 at P-EAGLE's acceptance lengths")
     parser.add_argument("--concurrency", nargs="+", type=int)

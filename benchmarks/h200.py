@@ -60,7 +60,7 @@ class Task:
 
 
 _SPEED = "--bandwidth 4800 --profile-steps 8 --k 7 3 5 1"
-_WITH_32K = "--methods p-eagle p-eagle-32k eagle3 none"
+_METHODS = "--methods p-eagle eagle3 none p-eagle-fp8"
 _LAYERS = "--requests 1 8 64 --rows 8 --keys 512 --linear-rows 8 64 --prefill-rows 2048 --expert-rows --repeats 8"
 
 
@@ -83,7 +83,7 @@ TASKS: tuple[Task, ...] = (
     _vllm("smollm2-v1", "--runner v1 --shapes smollm2-135m --methods p-eagle eagle3 --k 7 3 --together 4", 8),
     _speed("smollm2-135m", f"{_SPEED} --seconds 135 --repeats 2", 4),
     _vllm("qwen3-8b", "--shapes qwen3-8b --methods p-eagle eagle3 --k 7 3 --together 4", 10),
-    _speed("qwen3-8b", f"{_SPEED} --seconds 200 --repeats 2 --no-equal", 5),
+    _speed("qwen3-8b", f"{_SPEED} {_METHODS} --seconds 260 --repeats 2 --no-equal", 6),
     Task(
         "over-vllm-h200",
         "benchmarks.over_vllm",
@@ -98,8 +98,8 @@ TASKS: tuple[Task, ...] = (
             "peer-vllm-qwen3-8b-h200",
         ),
     ),
-    _speed("qwen2.5-coder-0.5b", f"{_SPEED} {_WITH_32K} --seconds 90 --repeats 2 --no-equal", 3),
-    _speed("qwen2.5-1.5b", f"{_SPEED} {_WITH_32K} --seconds 120 --repeats 2 --no-equal", 3),
+    _speed("qwen2.5-coder-0.5b", f"{_SPEED} {_METHODS} p-eagle-32k --seconds 120 --repeats 2 --no-equal", 3),
+    _speed("qwen2.5-1.5b", f"{_SPEED} {_METHODS} p-eagle-32k --seconds 150 --repeats 2 --no-equal", 3),
     _speed(
         "smollm2-135m",
         "--kernels invariant --bandwidth 4800 --repeats 2 --profile-steps 4 --no-equal --methods p-eagle none --k 7 "

@@ -3,6 +3,7 @@
 Weights are random. Drafters have the sizes of published heads: P-EAGLE 4 layers over the whole vocabulary, EAGLE-3 one
 layer over 32,000 tokens; layers are as wide as the target's, but three hidden sizes where that has experts.
 "p-eagle-32k" is a P-EAGLE head over 32,000 tokens: it shows what of the difference between the two is the vocabulary's.
+"p-eagle-fp8" is the published size again, its output layer read as 8-bit floats, at the acceptance of the other.
 
 Acceptance is drawn by chance with geometric rates: the i-th draft is kept in a share a^i of the steps, a such that the
 mean length comes out as set. "assumed": a plausible length for each method, K and target, not measured; P-EAGLE's
@@ -23,8 +24,10 @@ from peagle.models.spec import ModelSpec
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 512
 CONCURRENCY = (1, 8, 64)
-P_EAGLE, P_EAGLE_32K, EAGLE3, PLAIN = "p-eagle", "p-eagle-32k", "eagle3", "none"
-_LAYERS = MappingProxyType({P_EAGLE: 4, P_EAGLE_32K: 4, EAGLE3: 1})
+P_EAGLE, EAGLE3, PLAIN = "p-eagle", "eagle3", "none"
+P_EAGLE_32K, P_EAGLE_FP8 = "p-eagle-32k", "p-eagle-fp8"
+METHODS = (P_EAGLE, EAGLE3, PLAIN, P_EAGLE_32K, P_EAGLE_FP8)
+_EAGLE3_LAYERS, _P_EAGLE_LAYERS = 1, 4
 _SMALL_VOCAB = 32_000
 
 # Stands in the settings of every result whose tokens per second rest on such acceptance.
@@ -119,6 +122,11 @@ class Setup:
         return lengths[self.num_drafts]
 
     @property
+    def draft_lm_head(self) -> str:
+        """As the engine's setting."""
+        return "fp8" if self.method == P_EAGLE_FP8 else "auto"
+
+    @property
     def label(self) -> str:
         """Short and unique."""
         drafts = f" K={self.num_drafts}" if self.num_drafts else ""
@@ -178,7 +186,7 @@ def drafter_config(spec: ModelSpec, method: str) -> DrafterConfig:
     return DrafterConfig(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size if spec.moe is None else 3 * spec.hidden_size,
-        num_layers=_LAYERS[method],
+        num_layers=_EAGLE3_LAYERS if method == EAGLE3 else _P_EAGLE_LAYERS,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
@@ -186,7 +194,7 @@ def drafter_config(spec: ModelSpec, method: str) -> DrafterConfig:
         rope=spec.rope,
         max_position_embeddings=spec.max_position_embeddings,
         vocab_size=spec.vocab_size,
-        draft_vocab_size=spec.vocab_size if method == P_EAGLE else _small_vocab(spec.vocab_size),
+        draft_vocab_size=_small_vocab(spec.vocab_size) if method in (EAGLE3, P_EAGLE_32K) else spec.vocab_size,
         target_hidden_size=spec.hidden_size,
         tap_ids=default_tap_ids(spec.num_layers),
         mask_token_id=None if method == EAGLE3 else spec.vocab_size - 20,
@@ -212,6 +220,7 @@ def plan(shapes: list[str], methods: list[str], num_drafts: list[int], *, equal:
 
     groups = [group(shape, (P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3), (P_EAGLE, 1)) for shape in order]
     groups += [group(shape, (EAGLE3, 7), (P_EAGLE_32K, 7), (P_EAGLE, 3), (P_EAGLE, 5), (EAGLE3, 5)) for shape in order]
+    groups += [group(shape, (P_EAGLE_FP8, 7), (P_EAGLE_FP8, 3)) for shape in order]
     if equal:
         groups += [group(shape, (EAGLE3, 3), (EAGLE3, 5), (EAGLE3, 7), acceptance="equal") for shape in order]
     return [setups for setups in groups if setups]

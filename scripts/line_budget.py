@@ -1,4 +1,4 @@
-"""Hold the code to its size: file <= 500 lines, package <= 35,000 lines, function <= 45 lines at the 90th percentile.
+"""Hold the code to its size: file <= 500 lines, package <= 35,500 lines, function <= 45 lines at the 90th percentile.
 
 python scripts/line_budget.py            # one line of totals, or the offenders and exit status 1
 """
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 FILE_LINES = 500
-PACKAGE_LINES = 35_000
+PACKAGE_LINES = 35_500
 FUNCTION_LINES_P90 = 45
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -101,6 +101,7 @@ class Evaluation:
         config = EngineConfig(
             max_num_seqs=at_once,
             max_model_len=self._context,
+            draft_lm_head=self._config.draft_lm_head,
             kernels=self._config.kernels,
             dtype=self._config.dtype,
             device=self._config.device,

@@ -91,7 +91,7 @@ EVAL_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "run_code": "RUN PROGRAMS THAT THE MODEL WROTE, as HumanEval needs: confined, but do it where they can do "
             "no harm.",
         },
-        "Running": engine_texts("max_num_seqs", "kernels", "dtype", "device"),
+        "Running": engine_texts("max_num_seqs", "draft_lm_head", "kernels", "dtype", "device"),
     }
 )
 EVAL_ALIASES: Mapping[str, str] = MappingProxyType({"temperatures": "--temperature"})

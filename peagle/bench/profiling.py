@@ -95,7 +95,7 @@ def run_profile(
     length = _needed_length(config, spec, _most_drafts(speculation))
     sys.stderr.write(f"peagle: loading {model} ...\n")
     bandwidth = copy_bandwidth(device)
-    shared = ("load_format", "graphs", "async_scheduling", "kernels", "dtype", "device")
+    shared = ("load_format", "graphs", "async_scheduling", "draft_lm_head", "kernels", "dtype", "device")
     llm = LLM(
         model,
         speculative_config=speculation,
@@ -154,6 +154,7 @@ def measure(
         requests=config.concurrency,
         context=window.context,
         dtype=dtype,
+        fp8_head=config.draft_lm_head == "fp8",
     )
     return window, profile, cost
 

@@ -43,8 +43,10 @@ def step_cost(
     requests: int,
     context: float,
     dtype: torch.dtype,
+    fp8_head: bool = False,
 ) -> StepCost:
-    """The cost of one step of `requests` requests that each have `context` tokens; without drafter a plain one."""
+    """The cost of one step of `requests` requests that each have `context` tokens; without drafter a plain one.
+    `fp8_head`: the drafter's output layer has numbers of a byte."""
     rows = requests * (num_drafts + 1 if drafter else 1)
     table = spec.vocab_size * spec.hidden_size
     size, attention = dtype.itemsize, _layers(spec, 0)
@@ -52,14 +54,14 @@ def step_cost(
     packed = spec.moe is not None and spec.moe.packed
     target = size * (attention + table) + int((PACKED_BYTES if packed else size) * feed_forward)
     kv = sum(_visible(spec, context)) * _kv_per_token(spec) / spec.num_layers
-    weights = 0
+    drafted = 0
     if drafter is not None:
         passes = 1 if drafter.parallel else num_drafts
         fc = drafter.feature_size * drafter.hidden_size
         layers, head = _layers(drafter, fused=True), drafter.draft_vocab_size * drafter.hidden_size
-        weights = fc + passes * (layers + head)
+        drafted = size * (fc + passes * layers) + (1 if fp8_head else size) * passes * head
         kv += passes * _kv_per_token(drafter) * context
-    return StepCost(target, weights * size, int(kv * requests) * size)
+    return StepCost(target, drafted, int(kv * requests) * size)
 
 
 def touched_experts(spec: ModelSpec, rows: int) -> float:

@@ -212,12 +212,14 @@ class EvalConfig:
     accuracy_tokens: int = 512
     run_code: bool = False
     max_num_seqs: int = 256
+    draft_lm_head: str = "auto"
     kernels: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "limit", "max_tokens", "accuracy_tokens", "max_num_seqs")
+        check_choice(self, "draft_lm_head", "auto", "fp8")
         check_at_least(self, 0, "lossless_prompts", "seed")
         for name in ("k", "temperatures"):
             values = getattr(self, name)

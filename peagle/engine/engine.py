@@ -61,6 +61,7 @@ class LLM:
         attention: str = "auto",
         load_format: str = "auto",
         unpack_experts: bool = False,
+        draft_lm_head: str = "auto",
         kernels: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -69,7 +70,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
             gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching, graphs=graphs,
             prompt_graphs=prompt_graphs, async_scheduling=async_scheduling, attention=attention,
-            load_format=load_format, unpack_experts=unpack_experts, kernels=kernels, seed=seed,
+            load_format=load_format, unpack_experts=unpack_experts, draft_lm_head=draft_lm_head, kernels=kernels,
+            seed=seed,
         )  # fmt: skip
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)

@@ -32,6 +32,7 @@ from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.sample import sample
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
 from peagle.models.decoder import TargetModel
+from peagle.models.fp8 import Fp8Linear
 from peagle.models.layers import Attend
 from peagle.models.spec import ModelSpec
 from peagle.sampling import MAX_LOGPROBS, RowSampling
@@ -45,14 +46,26 @@ class DraftSide:
     cache: PagedCache
     first_pass: DraftPass
     draft_to_target_V: Tensor  # target id of each draft id
+    fp8_head: Fp8Linear | None = None  # in place of the drafter's own output layer
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, drafter: Eagle3Drafter, cache: PagedCache, savings: DraftSavings | None = None) -> Self:
+    def of(
+        cls,
+        drafter: Eagle3Drafter,
+        cache: PagedCache,
+        savings: DraftSavings | None = None,
+        fp8_head: Fp8Linear | None = None,
+    ) -> Self:
         """Join a drafter, already in its final form on its device, and a cache."""
         draft_ids = torch.arange(drafter.config.draft_vocab_size, device=drafter.d2t.device)
         first_pass = DraftPass.of(drafter, savings, cache.kernels)
-        return cls(drafter, cache, first_pass, drafter.to_target_ids(draft_ids))
+        return cls(drafter, cache, first_pass, drafter.to_target_ids(draft_ids), fp8_head)
+
+    def logits(self, stream_UH: Tensor) -> Tensor:
+        """Over the draft vocabulary, [U, draft_vocab_size], from the pre-norm stream."""
+        normed_UH = self.drafter.norm(stream_UH)
+        return self.drafter.logits(normed_UH) if self.fp8_head is None else self.fp8_head(normed_UH)
 
     @property
     def mask(self) -> MaskRow | None:
@@ -240,8 +253,7 @@ class SpeculativeStep:
 
     def _pick(self, side: DraftSide, stream_UH: Tensor, sampling: RowSampling | None) -> Tensor:
         """The drafts that rows with this pre-norm stream propose, as target ids [U]."""
-        logits_UV = side.drafter.logits(side.drafter.norm(stream_UH))
-        return sample(logits_UV, sampling, side.draft_to_target_V, backend=self._kernels)
+        return sample(side.logits(stream_UH), sampling, side.draft_to_target_V, backend=self._kernels)
 
     def _plan(
         self, tables_BN: Tensor, rows: int | None, host: HostShape | TiledShape | None, sizes: ModelSpec | DrafterConfig

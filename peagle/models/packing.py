@@ -17,10 +17,13 @@ class PackedLinear(nn.Module):
         return packed_linear(x_RI, self.packed, self.bias)
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every linear layer below `module` that can be packed, in place. The module is for inference only then."""
+def pack_linears(module: nn.Module, keep: nn.Module | None = None) -> None:
+    """Replace every linear layer below `module` that can be packed, in place, but for `keep`. The module is for
+    inference only then."""
     for name, child in module.named_children():
+        if child is keep:
+            continue
         if isinstance(child, nn.Linear) and can_pack(child.weight):
             setattr(module, name, PackedLinear(child))
         else:
-            pack_linears(child)
+            pack_linears(child, keep)
