@@ -245,7 +245,7 @@ def _row(engine: Engine, concurrency: int, bandwidth: float, dtype: torch.dtype)
         requests=concurrency,
         context=whole.context,
         dtype=dtype,
-        fp8_head=setup.draft_lm_head == "fp8",
+        int8_head=setup.draft_lm_head == "int8",
     )
     floor_ms = cost.floor_ms(bandwidth)
     on_gpu = profile is not None and profile.on_gpu

@@ -45,7 +45,7 @@ def _ratios(shape: str, rows: Sequence[Json]) -> Iterator[str]:
             yield f"{shape}: P-EAGLE over EAGLE-3 at equal acceptance, K = {k}: {times}"
         if times := _each(of, ("eagle3", k), ("p-eagle-32k", k), "ms_per_step"):
             yield f"{shape}: the same where both draft from 32,000 tokens, K = {k}: {times}"
-        if times := _each(of, ("p-eagle", k), ("p-eagle-fp8", k), "ms_per_step"):
+        if times := _each(of, ("p-eagle", k), ("p-eagle-int8", k), "ms_per_step"):
             yield f"{shape}: the head's output layer in 8 bits over 16, at equal acceptance, K = {k}: {times}"
     if times := _each(of, ("p-eagle", 7), ("p-eagle", 1), "drafting_ms"):
         yield f"{shape}: drafting with K = 7 over drafting with K = 1: {times}"

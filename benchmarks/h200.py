@@ -60,7 +60,7 @@ class Task:
 
 
 _SPEED = "--bandwidth 4800 --profile-steps 8 --k 7 3 5 1"
-_METHODS = "--methods p-eagle eagle3 none p-eagle-fp8"
+_METHODS = "--methods p-eagle eagle3 none p-eagle-int8"
 _LAYERS = "--requests 1 8 64 --rows 8 --keys 512 --linear-rows 8 64 --prefill-rows 2048 --expert-rows --repeats 8"
 
 

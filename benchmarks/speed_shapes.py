@@ -3,7 +3,7 @@
 Weights are random. Drafters have the sizes of published heads: P-EAGLE 4 layers over the whole vocabulary, EAGLE-3 one
 layer over 32,000 tokens; layers are as wide as the target's, but three hidden sizes where that has experts.
 "p-eagle-32k" is a P-EAGLE head over 32,000 tokens: it shows what of the difference between the two is the vocabulary's.
-"p-eagle-fp8" is the published size again, its output layer read as 8-bit floats, at the acceptance of the other.
+"p-eagle-int8" is the published size again, its output layer read with 8 bits a weight, at the acceptance of the other.
 
 Acceptance is drawn by chance with geometric rates: the i-th draft is kept in a share a^i of the steps, a such that the
 mean length comes out as set. "assumed": a plausible length for each method, K and target, not measured; P-EAGLE's
@@ -25,8 +25,8 @@ from peagle.models.spec import ModelSpec
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 512
 CONCURRENCY = (1, 8, 64)
 P_EAGLE, EAGLE3, PLAIN = "p-eagle", "eagle3", "none"
-P_EAGLE_32K, P_EAGLE_FP8 = "p-eagle-32k", "p-eagle-fp8"
-METHODS = (P_EAGLE, EAGLE3, PLAIN, P_EAGLE_32K, P_EAGLE_FP8)
+P_EAGLE_32K, P_EAGLE_INT8 = "p-eagle-32k", "p-eagle-int8"
+METHODS = (P_EAGLE, EAGLE3, PLAIN, P_EAGLE_32K, P_EAGLE_INT8)
 _EAGLE3_LAYERS, _P_EAGLE_LAYERS = 1, 4
 _SMALL_VOCAB = 32_000
 
@@ -124,7 +124,7 @@ class Setup:
     @property
     def draft_lm_head(self) -> str:
         """As the engine's setting."""
-        return "fp8" if self.method == P_EAGLE_FP8 else "auto"
+        return "int8" if self.method == P_EAGLE_INT8 else "auto"
 
     @property
     def label(self) -> str:
@@ -220,7 +220,7 @@ def plan(shapes: list[str], methods: list[str], num_drafts: list[int], *, equal:
 
     groups = [group(shape, (P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3), (P_EAGLE, 1)) for shape in order]
     groups += [group(shape, (EAGLE3, 7), (P_EAGLE_32K, 7), (P_EAGLE, 3), (P_EAGLE, 5), (EAGLE3, 5)) for shape in order]
-    groups += [group(shape, (P_EAGLE_FP8, 7), (P_EAGLE_FP8, 3)) for shape in order]
+    groups += [group(shape, (P_EAGLE_INT8, 7), (P_EAGLE_INT8, 3)) for shape in order]
     if equal:
         groups += [group(shape, (EAGLE3, 3), (EAGLE3, 5), (EAGLE3, 7), acceptance="equal") for shape in order]
     return [setups for setups in groups if setups]

@@ -171,7 +171,7 @@ class EngineConfig:
     not a bit of the output says what shared a batch. `attention` "auto" is Triton on CUDA; "library" is as "auto", but
     for long prompts torch's FlashAttention. `load_format` "dummy" draws the target's weights at random, for
     benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which takes four times the memory, instead
-    of inside their kernel. `draft_lm_head` "fp8" reads the drafter's output layer as 8-bit floats.
+    of inside their kernel. `draft_lm_head` "int8" reads a copy of the drafter's output layer with 8 bits a weight.
     """
 
     dtype: str = "auto"
@@ -198,7 +198,7 @@ class EngineConfig:
             raise PeagleError(f"dtype {self.dtype!r} is not supported: use auto, float32 or bfloat16")
         check_choice(self, "attention", "auto", "library", "torch", "triton")
         check_choice(self, "load_format", "auto", "dummy")
-        check_choice(self, "draft_lm_head", "auto", "fp8")
+        check_choice(self, "draft_lm_head", "auto", "int8")
         check_choice(self, "kernels", "auto", "torch", "triton", "invariant")
         check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
         check_at_least(self, 1, "max_model_len", "num_kv_blocks")
@@ -286,7 +286,7 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "concurrency", "steps", "prompt_tokens")
-        check_choice(self, "draft_lm_head", "auto", "fp8")
+        check_choice(self, "draft_lm_head", "auto", "int8")
         check_choice(self, "load_format", "auto", "dummy")
 
 

@@ -154,7 +154,7 @@ def measure(
         requests=config.concurrency,
         context=window.context,
         dtype=dtype,
-        fp8_head=config.draft_lm_head == "fp8",
+        int8_head=config.draft_lm_head == "int8",
     )
     return window, profile, cost
 

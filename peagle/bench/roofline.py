@@ -43,10 +43,10 @@ def step_cost(
     requests: int,
     context: float,
     dtype: torch.dtype,
-    fp8_head: bool = False,
+    int8_head: bool = False,
 ) -> StepCost:
     """The cost of one step of `requests` requests that each have `context` tokens; without drafter a plain one.
-    `fp8_head`: the drafter's output layer has numbers of a byte."""
+    `int8_head`: the drafter's output layer has numbers of a byte."""
     rows = requests * (num_drafts + 1 if drafter else 1)
     table = spec.vocab_size * spec.hidden_size
     size, attention = dtype.itemsize, _layers(spec, 0)
@@ -59,7 +59,7 @@ def step_cost(
         passes = 1 if drafter.parallel else num_drafts
         fc = drafter.feature_size * drafter.hidden_size
         layers, head = _layers(drafter, fused=True), drafter.draft_vocab_size * drafter.hidden_size
-        drafted = size * (fc + passes * layers) + (1 if fp8_head else size) * passes * head
+        drafted = size * (fc + passes * layers) + (1 if int8_head else size) * passes * head
         kv += passes * _kv_per_token(drafter) * context
     return StepCost(target, drafted, int(kv * requests) * size)
 

@@ -219,7 +219,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "limit", "max_tokens", "accuracy_tokens", "max_num_seqs")
-        check_choice(self, "draft_lm_head", "auto", "fp8")
+        check_choice(self, "draft_lm_head", "auto", "int8")
         check_at_least(self, 0, "lossless_prompts", "seed")
         for name in ("k", "temperatures"):
             values = getattr(self, name)

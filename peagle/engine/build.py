@@ -27,7 +27,7 @@ from peagle.errors import PeagleError
 from peagle.kernels.backend import INVARIANT, LEAST_GENERATION, can_run_triton, cuda_generation, use_triton
 from peagle.kernels.paged_attention import can_tile
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
-from peagle.models.fp8 import Fp8Linear
+from peagle.models.int8 import Int8Linear
 from peagle.models.layers import use_kernels
 from peagle.models.packing import pack_linears
 from peagle.models.spec import ModelSpec
@@ -63,10 +63,10 @@ def build_core(
     check_max_model_len(config.max_model_len, spec)
     if asked == INVARIANT:
         _check_invariant(config, spec)
-    kept = fp8_head = None
-    if drafter is not None and config.draft_lm_head == "fp8":  # before what is free is counted
+    kept = int8_head = None
+    if drafter is not None and config.draft_lm_head == "int8":  # before what is free is counted
         kept = drafter.lm_head  # not packed, for the next engine of this head copies it as well
-        fp8_head = Fp8Linear(kept)
+        int8_head = Int8Linear(kept)
     for module, form, keep in ((target.model, asked, None), (drafter, kernels, kept)):
         if module is not None:
             use_kernels(module, form)
@@ -94,7 +94,7 @@ def build_core(
     step = SpeculativeStep(
         target.model,
         cache(spec, windows=spec.windows, sinks=target.model.sinks),
-        None if drafter is None else _draft_side(drafter, cache, most_drafts, savings, fp8_head),
+        None if drafter is None else _draft_side(drafter, cache, most_drafts, savings, int8_head),
         SlotState(sizes.max_num_seqs, most_drafts, sizes.blocks_for(sizes.max_model_len), device),
         sizes=sizes,
         attention=INVARIANT if asked == INVARIANT else config.attention,
@@ -192,11 +192,11 @@ def _draft_side(
     cache: Callable[..., PagedCache],
     most_drafts: int,
     savings: DraftSavings | None,
-    fp8_head: Fp8Linear | None,
+    int8_head: Int8Linear | None,
 ) -> DraftSide:
     windows = drafter.config.windows
     _check_windows(windows, most_drafts)
-    return DraftSide.of(drafter, cache(drafter.config, windows=windows), savings, fp8_head)
+    return DraftSide.of(drafter, cache(drafter.config, windows=windows), savings, int8_head)
 
 
 def _check_windows(windows: Sequence[int | None], num_drafts: int) -> None:

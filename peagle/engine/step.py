@@ -32,7 +32,7 @@ from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.sample import sample
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
 from peagle.models.decoder import TargetModel
-from peagle.models.fp8 import Fp8Linear
+from peagle.models.int8 import Int8Linear
 from peagle.models.layers import Attend
 from peagle.models.spec import ModelSpec
 from peagle.sampling import MAX_LOGPROBS, RowSampling
@@ -46,7 +46,7 @@ class DraftSide:
     cache: PagedCache
     first_pass: DraftPass
     draft_to_target_V: Tensor  # target id of each draft id
-    fp8_head: Fp8Linear | None = None  # in place of the drafter's own output layer
+    int8_head: Int8Linear | None = None  # in place of the drafter's own output layer
 
     @classmethod
     @torch.inference_mode()
@@ -55,17 +55,17 @@ class DraftSide:
         drafter: Eagle3Drafter,
         cache: PagedCache,
         savings: DraftSavings | None = None,
-        fp8_head: Fp8Linear | None = None,
+        int8_head: Int8Linear | None = None,
     ) -> Self:
         """Join a drafter, already in its final form on its device, and a cache."""
         draft_ids = torch.arange(drafter.config.draft_vocab_size, device=drafter.d2t.device)
         first_pass = DraftPass.of(drafter, savings, cache.kernels)
-        return cls(drafter, cache, first_pass, drafter.to_target_ids(draft_ids), fp8_head)
+        return cls(drafter, cache, first_pass, drafter.to_target_ids(draft_ids), int8_head)
 
     def logits(self, stream_UH: Tensor) -> Tensor:
         """Over the draft vocabulary, [U, draft_vocab_size], from the pre-norm stream."""
         normed_UH = self.drafter.norm(stream_UH)
-        return self.drafter.logits(normed_UH) if self.fp8_head is None else self.fp8_head(normed_UH)
+        return self.drafter.logits(normed_UH) if self.int8_head is None else self.int8_head(normed_UH)
 
     @property
     def mask(self) -> MaskRow | None:

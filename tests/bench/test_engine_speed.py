@@ -15,7 +15,7 @@ from benchmarks.speed_shapes import (
     EAGLE3,
     P_EAGLE,
     P_EAGLE_32K,
-    P_EAGLE_FP8,
+    P_EAGLE_INT8,
     PLAIN,
     REAL_SHAPES,
     SHAPES,
@@ -71,8 +71,8 @@ def test_a_smaller_vocabulary_is_measured_where_it_is_asked_for():
     _, second, *_ = plan(["qwen2.5-1.5b"], methods, [1, 3, 5, 7], equal=False)
     assert [(s.method, s.num_drafts) for s in second[:2]] == [(EAGLE3, 7), (P_EAGLE_32K, 7)]
     assert [s.method for s in second].count(P_EAGLE_32K) == 1
-    *_, last = plan(["qwen2.5-1.5b"], [P_EAGLE, P_EAGLE_FP8], [1, 3, 5, 7], equal=False)
-    assert [(s.method, s.num_drafts, s.draft_lm_head) for s in last] == [(P_EAGLE_FP8, k, "fp8") for k in (7, 3)]
+    *_, last = plan(["qwen2.5-1.5b"], [P_EAGLE, P_EAGLE_INT8], [1, 3, 5, 7], equal=False)
+    assert [(s.method, s.num_drafts, s.draft_lm_head) for s in last] == [(P_EAGLE_INT8, k, "int8") for k in (7, 3)]
 
 
 def test_a_smaller_grid():
@@ -107,7 +107,7 @@ def test_shapes_are_targets_this_engine_computes(shape):
     assert serial.draft_vocab_size == (160 if shape.startswith("tiny") else 32_000)
     small = drafter_config(spec, P_EAGLE_32K)
     assert small == replace(parallel, draft_vocab_size=serial.draft_vocab_size)
-    assert drafter_config(spec, P_EAGLE_FP8) == parallel
+    assert drafter_config(spec, P_EAGLE_INT8) == parallel
     assert parallel.intermediate_size == (3 * spec.hidden_size if spec.moe else spec.intermediate_size)
 
 
@@ -163,7 +163,7 @@ def test_ratios_below_the_table(tmp_path):
         row("p-eagle", 7, 8, ms_per_step=4.0),
         row("eagle3", 7, ms_per_step=3.0),
         row("p-eagle-32k", 7, ms_per_step=1.5),
-        row("p-eagle-fp8", 7, ms_per_step=1.6),
+        row("p-eagle-int8", 7, ms_per_step=1.6),
         row("p-eagle", 1, drafting_ms=0.25),
         row("none", 0, tokens_per_second=100.0),
     ]

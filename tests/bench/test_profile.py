@@ -203,7 +203,7 @@ def test_an_eagle3_head_is_read_once_per_draft():
     for parallel in (True, False):
         config = tiny_parts(parallel=parallel)[1].config
         costs[parallel] = step_cost(tiny_spec(), config, 3, requests=1, context=10.0, dtype=torch.float32)
-    eight = step_cost(tiny_spec(), config, 3, requests=1, context=10.0, dtype=torch.float32, fp8_head=True)
+    eight = step_cost(tiny_spec(), config, 3, requests=1, context=10.0, dtype=torch.float32, int8_head=True)
     assert costs[False].drafter_bytes - eight.drafter_bytes == 3 * (4 - 1) * 32 * 96  # config is EAGLE-3's: a pass each
     fc = 4 * 32 * 96
     assert costs[False].drafter_bytes - fc == 3 * (costs[True].drafter_bytes - fc)
