@@ -66,7 +66,7 @@ def build_core(
     kept = int8_head = None
     if drafter is not None and config.draft_lm_head == "int8":  # before what is free is counted
         kept = drafter.lm_head  # not packed, for the next engine of this head copies it as well
-        int8_head = Int8Linear(kept)
+        int8_head = Int8Linear(kept, kernels)
     for module, form, keep in ((target.model, asked, None), (drafter, kernels, kept)):
         if module is not None:
             use_kernels(module, form)

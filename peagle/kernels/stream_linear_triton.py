@@ -137,8 +137,7 @@ def _launch(
             rows, x_RI.stride(0), weight_GI.stride(0), IN=inputs, OUT=outputs, CUT=cut, ROWS=tile.rows,
             COLUMNS=tile.columns, STEP=tile.step, STAGES=tile.stages, GATED=gated, BIAS=bias_G is not None, PARTS=parts,
             WHOLE=inputs % tile.step == 0 and cut * tile.cuts == inputs, SCALED=scale_G is not None, EARLY=early,
-            num_warps=4,
-            **early_launch(early),
+            num_warps=4, **early_launch(early),
         )  # fmt: skip
     return out
 

@@ -20,12 +20,12 @@ class Int8Linear(nn.Module):
     weight_OI: Tensor
     scale_O: Tensor
 
-    def __init__(self, linear: nn.Module) -> None:
-        """Raises PeagleError for a layer whose weight is no longer there."""
+    def __init__(self, linear: nn.Module, kernels: str = "auto") -> None:
+        """`kernels` as the backend of `int8_linear`. Raises PeagleError for a layer whose weight is no longer there."""
         super().__init__()
         if not isinstance(linear, nn.Linear):
             raise PeagleError("draft_lm_head is 'int8', and another engine has packed this head: load it anew")
-        self.linear, weight_OI = linear, linear.weight.detach()
+        self.linear, self.kernels, weight_OI = linear, kernels, linear.weight.detach()
         tiny = torch.finfo(torch.float32).tiny
         largest_O = torch.maximum(weight_OI.amax(dim=1), -weight_OI.amin(dim=1)).float()
         self.register_buffer("scale_O", (largest_O / _LARGEST).clamp(min=tiny))
@@ -39,4 +39,4 @@ class Int8Linear(nn.Module):
         if x_RI.shape[0] > MOST_ROWS:
             out: Tensor = self.linear(x_RI)
             return out
-        return int8_linear(x_RI, self.weight_OI, self.scale_O)
+        return int8_linear(x_RI, self.weight_OI, self.scale_O, backend=self.kernels)
