@@ -106,7 +106,7 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "prompt_graphs": "On a GPU, replay passes over short prompts as CUDA graphs too.",
             "async_scheduling": "On a GPU, prepare a step while the one before it runs.",
             "unpack_experts": "On a GPU, unpack MXFP4 experts at load: four times the memory.",
-            "draft_lm_head": "int8: 8 bits a weight of the head's output layer; drafts may change, answers do not.",
+            "draft_lm_head": "On a GPU, int8: 8 bits a weight of the head's output layer; no answer changes.",
             "kernels": "torch, triton, or auto: triton on GPU; invariant: triton, rows rounded alike in every batch.",
             "dtype": "float32, bfloat16, or auto: float32 on CPU, bfloat16 on GPU.",
             "device": "cpu, cuda, or auto: a GPU if there is one.",
