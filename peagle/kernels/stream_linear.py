@@ -15,7 +15,7 @@ from peagle.kernels.backend import use_triton_for_inference
 from peagle.kernels.swiglu import silu_mul_ref
 
 # Where they are faster than cuBLAS on an H200, see docs/decisions.md.
-MOST_ROWS = 64
+_MOST_ROWS = 64
 _LONG, _WIDE = 2048, 6144  # inputs of a layer that should be cut, outputs of one that need not be
 
 
@@ -23,7 +23,7 @@ def prefers_stream(x_RI: Tensor, weight_OI: Tensor, *, cut: bool) -> bool:
     """Whether these forms are taken to be faster than cuBLAS; `cut`: where the inputs may be cut."""
     outputs, inputs = weight_OI.shape
     suits = cut or inputs <= _LONG or outputs >= _WIDE
-    return suits and x_RI.shape[0] <= MOST_ROWS and x_RI.dtype != torch.float32
+    return suits and x_RI.shape[0] <= _MOST_ROWS and x_RI.dtype != torch.float32
 
 
 def stream_linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -57,19 +57,6 @@ def linear_parts(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, 
 
         return linear_parts_triton(x_RI, weight_OI, bias_O)
     return F.linear(x_RI, weight_OI, bias_O)[None].float()
-
-
-def int8_linear(x_RI: Tensor, weight_OI: Tensor, scale_O: Tensor, *, backend: str = "auto") -> Tensor:
-    """x (s w)^T, [R, O], of weights w in int8 and a float32 scale s of each of their rows, for up to `MOST_ROWS` rows.
-
-    `backend` "auto" is Triton on CUDA where no gradient is recorded.
-    """
-    if use_triton_for_inference(backend, x_RI.device):
-        from peagle.kernels.stream_linear_triton import int8_linear_triton
-
-        return int8_linear_triton(x_RI, weight_OI, scale_O)
-    wide = torch.promote_types(x_RI.dtype, torch.float32)
-    return ((x_RI.to(wide) @ weight_OI.to(wide).T) * scale_O).to(x_RI.dtype)
 
 
 def _use_triton(backend: str, x_RI: Tensor, weight_OI: Tensor, *, cut: bool) -> bool:

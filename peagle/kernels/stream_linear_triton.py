@@ -33,10 +33,10 @@ class _Tile(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows"])
 def _stream_tile(
-    out: tl.tensor, x_RI: tl.tensor, weight_GI: tl.tensor, bias_G: tl.tensor, scale_G: tl.tensor, rows: tl.int32,
-    x_row_stride: tl.int64, weight_row_stride: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, CUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    out: tl.tensor, x_RI: tl.tensor, weight_GI: tl.tensor, bias_G: tl.tensor, rows: tl.int32, x_row_stride: tl.int64,
+    weight_row_stride: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     OWN: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS  # output columns of a program
     cut, row_R = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -64,11 +64,7 @@ def _stream_tile(
         else:
             weight_GK = tl.load(weight + start, mask=inside_K[None], other=0.0, eviction_policy="evict_first")
         x_RK = tl.load(x + start, mask=live_R[:, None] & inside_K[None], other=0.0)
-        if SCALED:  # integers of 8 bits, which the inputs' type holds exactly
-            weight_GK = weight_GK.to(x_RK.dtype)
         acc_GR = tl.dot(weight_GK, tl.trans(x_RK), acc_GR, input_precision="ieee")
-    if SCALED:
-        acc_GR *= tl.load(scale_G + read_G)[:, None]
     if BIAS:
         acc_GR += tl.load(bias_G + read_G, mask=(read_G >= 0) & (cut == 0), other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -100,19 +96,8 @@ def linear_parts_triton(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) 
     return _launch(x_RI, weight_OI, bias_O, parts=True)
 
 
-def int8_linear_triton(x_RI: Tensor, weight_OI: Tensor, scale_O: Tensor) -> Tensor:
-    """The Triton form of `int8_linear`."""
-    return _launch(x_RI, weight_OI, None, scale_G=scale_O)
-
-
 def _launch(
-    x_RI: Tensor,
-    weight_GI: Tensor,
-    bias_G: Tensor | None,
-    *,
-    gated: bool = False,
-    parts: bool = False,
-    scale_G: Tensor | None = None,
+    x_RI: Tensor, weight_GI: Tensor, bias_G: Tensor | None, *, gated: bool = False, parts: bool = False
 ) -> Tensor:
     if prefers_ring(x_RI, weight_GI, gated=gated, parts=parts):
         # Imported late: Gluon is not in every Triton.
@@ -133,11 +118,11 @@ def _launch(
     with torch.cuda.device_of(x_RI):
         _stream_tile[(triton.cdiv(weight_GI.shape[0], tile.columns), tile.cuts, triton.cdiv(rows, tile.rows))](
             out, x_RI, weight_GI,
-            *(x_RI if numbers_G is None else numbers_G for numbers_G in (bias_G, scale_G)),  # or not read
+            x_RI if bias_G is None else bias_G,  # not read
             rows, x_RI.stride(0), weight_GI.stride(0), IN=inputs, OUT=outputs, CUT=cut, ROWS=tile.rows,
             COLUMNS=tile.columns, STEP=tile.step, STAGES=tile.stages, GATED=gated, BIAS=bias_G is not None, PARTS=parts,
-            WHOLE=inputs % tile.step == 0 and cut * tile.cuts == inputs, SCALED=scale_G is not None, EARLY=early,
-            num_warps=4, **early_launch(early),
+            WHOLE=inputs % tile.step == 0 and cut * tile.cuts == inputs, EARLY=early, num_warps=4,
+            **early_launch(early),
         )  # fmt: skip
     return out
 

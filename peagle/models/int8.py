@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.errors import PeagleError
-from peagle.kernels.stream_linear import MOST_ROWS, int8_linear
+from peagle.kernels.int8_linear import MOST_ROWS, int8_linear, pack_bytes
 
 _LARGEST = 127
 _ROWS_AT_ONCE = 8192  # to convert
@@ -17,7 +17,7 @@ class Int8Linear(nn.Module):
     """`linear`, without a bias, of up to `MOST_ROWS` rows by a copy in 8 bits. More rows are bound by their products
     and are computed as they were."""
 
-    weight_OI: Tensor
+    words_OW: Tensor
     scale_O: Tensor
 
     def __init__(self, linear: nn.Module, kernels: str = "auto") -> None:
@@ -29,14 +29,13 @@ class Int8Linear(nn.Module):
         tiny = torch.finfo(torch.float32).tiny
         largest_O = torch.maximum(weight_OI.amax(dim=1), -weight_OI.amin(dim=1)).float()
         self.register_buffer("scale_O", (largest_O / _LARGEST).clamp(min=tiny))
-        self.register_buffer("weight_OI", torch.empty_like(weight_OI, dtype=torch.int8))
-        pieces = (t.split(_ROWS_AT_ONCE) for t in (weight_OI, self.scale_O, self.weight_OI))
-        for rows_RI, scale_R, copy_RI in zip(*pieces, strict=True):
-            copy_RI.copy_((rows_RI.float() / scale_R[:, None]).round_())
+        pieces = zip(weight_OI.split(_ROWS_AT_ONCE), self.scale_O.split(_ROWS_AT_ONCE), strict=True)
+        words = [pack_bytes((rows_RI.float() / scale_R[:, None]).round_()) for rows_RI, scale_R in pieces]
+        self.register_buffer("words_OW", torch.cat(words))
 
     def forward(self, x_RI: Tensor) -> Tensor:
         """x W^T, [R, O]."""
         if x_RI.shape[0] > MOST_ROWS:
             out: Tensor = self.linear(x_RI)
             return out
-        return int8_linear(x_RI, self.weight_OI, self.scale_O, backend=self.kernels)
+        return int8_linear(x_RI, self.words_OW, self.scale_O, backend=self.kernels)

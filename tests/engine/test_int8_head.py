@@ -9,7 +9,7 @@ from torch import nn
 from peagle.config import EngineConfig
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
-from peagle.kernels.stream_linear import MOST_ROWS
+from peagle.kernels.int8_linear import MOST_ROWS
 from peagle.models.int8 import Int8Linear
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import SHAPES, random_prompts, sized_llm, tiny_llm, tiny_parts
@@ -34,7 +34,7 @@ def check_layer(outputs: int, inputs: int, rows: int, dtype: torch.dtype, device
     expected = x @ ((linear.weight.float() / scale).round().double() * scale.double()).T
     got = Int8Linear(linear)(x_RI)
     assert got.dtype == dtype
-    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    tolerance = 1e-6 if dtype == torch.float32 and device == "cpu" else 4e-3  # on a GPU inputs become float16
     assert ((got.double() - expected).abs() / (x.abs() @ weight.abs().T)).max() < tolerance
     lost = (expected - x @ weight.T).norm() / expected.norm()
     assert 1e-3 < lost < 0.02

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from peagle.errors import PeagleError
 from peagle.kernels.rms_norm import add_rms_norm
-from peagle.kernels.stream_linear import (
-    gated_stream_linear,
-    int8_linear,
-    linear_parts,
-    prefers_stream,
-    stream_linear,
-)
+from peagle.kernels.stream_linear import gated_stream_linear, linear_parts, prefers_stream, stream_linear
 from peagle.models import layers
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
@@ -62,18 +56,6 @@ def check(operation: str, rows: int, inputs: int, outputs: int, bias: bool, dtyp
     b, call = rest[0] if rest else None, OPERATIONS[operation]
     truth = call(x.double(), weight.double(), b if b is None else b.double(), "torch")
     got, twin = call(x, weight, b, "triton"), call(x.contiguous(), weight, b, "torch")
-    assert (got.shape, got.dtype) == (twin.shape, dtype)
-    assert distance(got, truth) < (2e-6 if dtype == torch.float32 else 1.1 * distance(twin, truth) + 1e-4)
-
-
-def check_int8(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: str) -> None:
-    """Weights of a byte and their scales, all bytes among them."""
-    x, *_ = tensors(rows, inputs, outputs, False, dtype, device)
-    generator = torch.Generator().manual_seed(inputs)
-    weight = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8).to(device)
-    scale = (torch.rand(outputs, generator=generator) / 64).to(device)
-    truth = int8_linear(x.double(), weight, scale.double(), backend="torch")
-    got, twin = int8_linear(x, weight, scale, backend="triton"), int8_linear(x, weight, scale, backend="torch")
     assert (got.shape, got.dtype) == (twin.shape, dtype)
     assert distance(got, truth) < (2e-6 if dtype == torch.float32 else 1.1 * distance(twin, truth) + 1e-4)
 
@@ -150,13 +132,6 @@ def test_interpreted_linears(operation: str, rows: int, inputs: int, outputs: in
 
 
 @interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # to bfloat16 the interpreter casts no integers
-@pytest.mark.parametrize("rows,inputs,outputs,bias", SIZES)
-def test_interpreted_weights_of_a_byte(rows: int, inputs: int, outputs: int, bias: bool, dtype: torch.dtype):
-    check_int8(rows, inputs, outputs, dtype, "cpu")
-
-
-@interpreter
 @pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize("inputs", [4864, 4100, 1536])
 def test_interpreted_early_weights_are_the_layer_s(inputs: int, monkeypatch):
@@ -174,8 +149,8 @@ def test_interpreted_early_weights_are_the_layer_s(inputs: int, monkeypatch):
     cut = -(-inputs // tile.cuts // tile.step) * tile.step
     out = torch.empty(tile.cuts, 3, 64)
     kernels._stream_tile[(1, tile.cuts, 1)](
-        out, x, weight, x, x, 3, x.stride(0), inputs, IN=inputs, OUT=64, CUT=cut, ROWS=16, COLUMNS=64, STEP=tile.step,
-        STAGES=2, GATED=False, BIAS=False, PARTS=True, WHOLE=False, SCALED=False, EARLY=True,
+        out, x, weight, x, 3, x.stride(0), inputs, IN=inputs, OUT=64, CUT=cut, ROWS=16, COLUMNS=64, STEP=tile.step,
+        STAGES=2, GATED=False, BIAS=False, PARTS=True, WHOLE=False, EARLY=True,
     )  # fmt: skip
     assert len(asked) == tile.cuts > 1
     assert max(end for _, end in asked) - min(begin for begin, _ in asked) <= 2 * weight.numel()
@@ -231,7 +206,7 @@ def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int,
         kernels._stream_tile, {"rows": "i32", "out": "*fp32" if kind == "parts" else "*bf16"}, 4,
         IN=inputs, OUT=outputs // 2 if kind == "gated" else outputs, CUT=inputs // tile.cuts, ROWS=tile.rows,
         COLUMNS=tile.columns, STEP=tile.step, STAGES=tile.stages, GATED=kind == "gated", BIAS=False,
-        PARTS=kind == "parts", WHOLE=inputs % 512 == 0, SCALED=False, EARLY=True,
+        PARTS=kind == "parts", WHOLE=inputs % 512 == 0, EARLY=True,
     )  # fmt: skip
     ptx = compiled.asm["ptx"]
     assert all(word in ptx for word in ("wgmma", "cp.async.cg"))
@@ -239,30 +214,6 @@ def test_compiles_for_hopper_without_a_gpu(rows: int, inputs: int, outputs: int,
     assert ptx.index("prefetch.global.L2") < wait < ptx.index("griddepcontrol.launch_dependents")
     assert not any(word in ptx[:wait] for word in ("ld.global", "cp.async", "st.global"))
     assert compiled.metadata.shared < 227 << 10
-
-
-@pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize("rows", [8, 64])
-def test_weights_of_a_byte_compile_for_hopper_without_a_gpu(rows: int):
-    """They become bfloat16 on their way into tensor cores, without a stop in shared memory."""
-    tile = kernels._tile(rows, 4096, 151_936, False)
-    compiled = compile_for_hopper(
-        kernels._stream_tile, {"rows": "i32", "weight_GI": "*i8", "scale_G": "*fp32"}, 4, IN=4096, OUT=151_936,
-        CUT=4096, ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step, STAGES=tile.stages, GATED=False, BIAS=False,
-        PARTS=False, WHOLE=True, SCALED=True, EARLY=True,
-    )  # fmt: skip
-    ptx = compiled.asm["ptx"]
-    assert all(word in ptx for word in ("wgmma", "cp.async", "prmt"))
-    assert "st.shared.b8" not in ptx
-    assert compiled.metadata.shared < 113 << 10  # two programs of a multiprocessor
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("rows,inputs,outputs", [(1, 576, 960), (56, 4096, 32_000), (64, 1000, 151_937)])
-def test_weights_of_a_byte_on_gpu(rows: int, inputs: int, outputs: int, dtype: torch.dtype):
-    check_int8(rows, inputs, outputs, dtype, "cuda")
 
 
 @gpu
