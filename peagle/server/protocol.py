@@ -180,6 +180,8 @@ class Message(Body):
     def _join_parts(cls, content: Any) -> Any:
         if not isinstance(content, list):
             return content
+        if not content:
+            raise ApiError(400, "messages holds an empty list of parts: give at least one", param="messages")
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 kind = part.get("type") if isinstance(part, dict) else part

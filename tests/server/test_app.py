@@ -175,6 +175,7 @@ def test_fields_that_ask_for_nothing_are_accepted(client):
 
 
 REFUSED = [
+    (CHAT, dict(messages=[{"role": "user", "content": []}]), "messages"),
     (CHAT, dict(logprobs=1), "logprobs"),
     (CHAT, dict(top_logprobs=3), "top_logprobs"),
     (CHAT, dict(logprobs=False, top_logprobs=3), "top_logprobs"),
