@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
-What is older than both is on its way by then: weights into a ring or the L2 cache, limits, block tables. Before it
-loads anything newer, or stores anything, a kernel calls `wait_for_previous`, which lets the next one start: so all but
-the kernel right before that are done. Norms `let_next_start` first of all: what streams weights after them loads
-nothing else before it waits.
+What is older than both is on its way by then: weights into a ring or the L2 cache, limits, slots, block tables. Before
+it loads anything newer, or stores anything, a kernel calls `wait_for_previous`, which lets the next one start: so all
+but the kernel right before that are done. Norms `let_next_start` first of all: what follows them loads only constants
+before it waits. So does streamed attention, which is not launched early itself.
 
 GPUs before Hopper have none of it, nor has the interpreter. `PEAGLE_EARLY_LAUNCH=0` turns it off.
 """

@@ -74,7 +74,7 @@ def _launch(
     if rows == 0:
         return
     block = triton.next_power_of_2(size)
-    early = rows <= MOST_ROWS and launches_early(x_SRH.device)  # of more, what follows streams no weights
+    early = rows <= MOST_ROWS and launches_early(x_SRH.device)  # of more, it gains nothing
     with torch.cuda.device_of(x_SRH):
         _norm_row[(rows,)](
             out, total, x_SRH, residual_RH, weight_H, x_SRH.stride(1), residual_RH.stride(0), x_SRH.stride(0), eps,

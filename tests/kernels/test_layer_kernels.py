@@ -193,11 +193,11 @@ def test_what_is_newer_than_the_kernel_before_is_loaded_after_it():
     from peagle.kernels.rope_write_triton import _rotate_and_write
 
     norm = compile_for_hopper(
-        _norm_row, {"eps": "fp32", "x_RH": "*fp32"}, 8, SIZE=4096, BLOCK=4096, ADD=True, PARTS=2, EARLY=True
+        _norm_row, {"eps": "fp32", "x_RH": "*fp32"}, 16, SIZE=4096, BLOCK=4096, ADD=True, PARTS=2, EARLY=True
     )
     before = before_the_wait(norm.asm["ptx"])
     assert before.index("griddepcontrol.launch_dependents") < before.index("ld.global")
-    assert before.count("ld.global.v4.b32") == 4096 // (8 * 32 * 8)  # of bfloat16
+    assert before.count("ld.global.v4.b32") == 4096 // (16 * 32 * 8)  # of bfloat16
     write = compile_for_hopper(
         _rotate_and_write, {"eps": "fp32", "slots_R": "*i64"}, 2, QUERY_HEADS=32, KV_HEADS=8, HALF=64, HEADS=4,
         BLOCK=64, NORM=True, EARLY=True,
