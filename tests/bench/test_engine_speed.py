@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from benchmarks.speed_shapes import (
 from benchmarks.tables import render_block
 from peagle.bench.report import read_result, write_result
 from peagle.errors import PeagleError
+from peagle.models.int8 import Int8Linear
 from peagle.models.spec import spec_from_hf
 
 ROW = EngineSpeedRow(
@@ -255,6 +257,20 @@ def test_engines_in_processes_of_their_own_measure_the_same_rows(tmp_path):
         rows[own] = [(r["method"], r["steps"], r["acceptance_length_measured"]) for r in result["results"]["rows"]]
     assert rows[True] == rows[False]
     assert {method for method, *_ in rows[True]} == {"p-eagle", "none"}
+
+
+def test_eight_bits_are_the_engine_s_and_the_floor_s(tmp_path):
+    from benchmarks.engine_speed import _arguments, _measure_shapes
+
+    flags = "--device cpu --methods p-eagle p-eagle-int8 --k 7 --concurrency 1 --repeats 1 --profile-steps 2"
+    args = _arguments([*flags.split(), "--no-equal", "--out", str(tmp_path / "r.json")])
+    made = []
+    with patch("peagle.engine.build.Int8Linear", lambda layer, form: made.append(form) or Int8Linear(layer, form)):
+        _measure_shapes(args)
+    assert len(made) == 1
+    rows = {row["method"]: row for row in read_result(tmp_path / "r.json")["results"]["rows"]}
+    saved = rows["p-eagle"]["mbytes_per_step"] - rows["p-eagle-int8"]["mbytes_per_step"]
+    assert saved == pytest.approx(3 * 320 * 48 / 1e6, abs=2e-3)  # of float32, whose byte for each stays
 
 
 def _no_engine(args: Any, setup: Setup) -> Any:

@@ -1,18 +1,26 @@
 """The drafter's output layer with 8 bits a weight: what it computes, and that no answer depends on it."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
-from peagle.config import EngineConfig
+from peagle.bench import profiling
+from peagle.bench.evaluate import run_eval
+from peagle.bench.settings import EvalConfig
+from peagle.config import EngineConfig, ProfileConfig, SpeculativeConfig
+from peagle.engine import build
 from peagle.engine.engine import LLM
 from peagle.errors import PeagleError
 from peagle.kernels.int8_linear import MOST_ROWS
 from peagle.models.int8 import Int8Linear
 from peagle.sampling import SamplingParams
 from tests.engine.tiny import SHAPES, random_prompts, sized_llm, tiny_llm, tiny_parts
+from tests.models.tiny import tiny_gguf
+from tests.test_cli import write_head
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -102,6 +110,37 @@ def test_without_a_head_it_says_nothing():
     target, _ = tiny_parts(torch.float32, 0, True, None)
     llm = LLM.from_parts(target, None, 0, EngineConfig(draft_lm_head="int8", block_size=4))
     assert llm.generate(random_prompts(1), SamplingParams(max_tokens=3))[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory):
+    """(GGUF file, head, prompts file) of a random model."""
+    folder = tmp_path_factory.mktemp("int8")
+    prompts = folder / "chats.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(i), "prompt": "hello"}) + "\n" for i in range(2)))
+    return tiny_gguf(folder / "tiny.gguf"), write_head(folder / "head"), prompts
+
+
+@pytest.mark.parametrize("by", ["engine", "eval", "profile"])
+def test_who_asks_for_it_gets_it(by: str, on_disk, tmp_path, monkeypatch):
+    """Once for each engine, in the form that kernels are asked for, and with the bytes that a step then reads."""
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    model, head, prompts = map(str, on_disk)
+    made, costs = [], []
+    monkeypatch.setattr(build, "Int8Linear", lambda layer, form: made.append(form) or Int8Linear(layer, form))
+    cost = profiling.step_cost
+    monkeypatch.setattr(profiling, "step_cost", lambda *args, **sizes: costs.append(sizes) or cost(*args, **sizes))
+    asked = SpeculativeConfig.from_mapping({"model": head, "num_speculative_tokens": 2})
+    common = {"draft_lm_head": "int8", "device": "cpu"}
+    if by == "engine":
+        LLM(model, speculative_config=asked, max_num_seqs=2, **common)
+    elif by == "eval":
+        config = EvalConfig(sets=(prompts,), k=(2, 3), temperatures=(0.0,), max_tokens=4, lossless_prompts=0, **common)
+        run_eval(head, model, config, Console(stderr=True), out=tmp_path / "eval.json")
+    else:
+        profiling.run_profile(model, asked, ProfileConfig(steps=2, prompt_tokens=4, **common), Console(stderr=True))
+    assert made == ["torch"] * (2 if by == "eval" else 1)  # what "auto" is on a CPU
+    assert [sizes["int8_head"] for sizes in costs] == [True] * (by == "profile")
 
 
 def test_a_form_that_does_not_exist():
