@@ -69,6 +69,18 @@ def bfloat16_products(rounded_bfloat16, monkeypatch):
 
 
 @pytest.fixture
+def products_in_order(monkeypatch):
+    """The interpreter multiplies by a library, in which the order of a sum may depend on its place in the tile."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(self, a, b, d, *options):
+        products_MKN = a.data[..., :, :, None].astype(d.data.dtype) * b.data[..., None, :, :]
+        return TensorHandle(products_MKN.sum(-2) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.fixture
 def wide_tiles(monkeypatch):
     """Fewer programs of the fused linear layers: each takes the interpreter 10 ms, whatever its size."""
     from peagle.kernels import fused_linear_triton

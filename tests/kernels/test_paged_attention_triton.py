@@ -114,7 +114,7 @@ def test_interpreted_rows_that_see_nothing_are_zero(window: int | None):
 
 
 @interpreter
-@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.usefixtures("numpy_scalars", "products_in_order")
 def test_interpreted_invariant_rows_do_not_depend_on_their_number():
     """A prompt at once, and rows of it as if the others had been there before."""
     q, keys, values = torch.randn(100, 6, 16), *torch.randn(2, 2, 112, 16)

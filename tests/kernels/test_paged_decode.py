@@ -354,7 +354,7 @@ def test_interpreted_rows_do_not_depend_on_neighbours(heads: int, kv_heads: int,
 
 
 @interpreter
-@pytest.mark.usefixtures("numpy_scalars")
+@pytest.mark.usefixtures("numpy_scalars", "products_in_order")
 @pytest.mark.parametrize("heads,kv_heads,dim", [(6, 2, 16), (20, 1, 16), (4, 1, 128), (4, 2, 256)])
 @pytest.mark.parametrize("window", [None, 150])
 def test_interpreted_invariant_rows_do_not_depend_on_their_number(
