@@ -292,6 +292,14 @@ def _write(to_TD: tl.tensor, sink_T: tl.tensor, live_T: tl.tensor, out_TD: tl.te
     tl.store(to_TD, (out_TD / total_T[:, None]).to(to_TD.dtype.element_ty), mask=live_T[:, None])
 
 
+@triton.jit
+def _first_blocks(table: tl.tensor, table_width: tl.tensor, at_S: tl.tensor, ALL_READ: tl.constexpr) -> tl.tensor:
+    """Ids of the blocks at these places of a table. Where keys in ALL_READ of them will be, past its end the last."""
+    if ALL_READ:
+        return tl.load(table + tl.minimum(at_S, table_width - 1))
+    return tl.load(table + at_S, mask=at_S < table_width, other=0)
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, values_MSD: tl.tensor, limit_R: tl.tensor,
                  sinks_N: tl.tensor, tables_BN: tl.tensor, scratch_out: tl.tensor, scratch_stats: tl.tensor,
@@ -322,10 +330,7 @@ def _decode_tile(out_RND: tl.tensor, q_RND: tl.tensor, keys_MSD: tl.tensor, valu
     # All that does not follow from the limits is loaded along with them: the wait for memory is most of a short pass.
     # Limits and tables are there before the projections are; queries, and keys and values of the rows, after them.
     limit_T = tl.load(limit_R + row_T, mask=live_T, other=-1).to(tl.int32)
-    if KEYS_FIRST:
-        early_block_S = tl.load(table + tl.minimum(early_S // BLOCK_SIZE, table_width - 1))
-    else:
-        early_block_S = tl.load(table + early_S // BLOCK_SIZE, mask=early_S // BLOCK_SIZE < table_width, other=0)
+    early_block_S = _first_blocks(table, table_width, early_S // BLOCK_SIZE, KEYS_FIRST)
     wait_for_previous(EARLY and OWN)
     if KEYS_FIRST:
         early_at_SD = _places(early_block_S, early_S, BLOCK_SIZE, HEAD_DIM)
