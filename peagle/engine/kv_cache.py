@@ -60,7 +60,11 @@ class PagedCache:
 
     def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> "PagedAttend | WholeAttend":
         """An `Attend` that first writes the new rows' keys and values, then attends over the cache or, of whole
-        prompts, over these."""
+        prompts, over these.
+
+        Slots, limits and the plan must be there before the pass begins: attention may load them before the layers
+        in front of it have ended.
+        """
         if isinstance(plan, WholePlan) and self._takes_whole:
             return WholeAttend(self, slots_R, plan)
         return PagedAttend(self, slots_R, limit_R, plan)

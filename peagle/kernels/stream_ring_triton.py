@@ -2,8 +2,8 @@
 
 The product is W x^T as in `stream_linear_triton`, but one thread asks for whole slabs of weights, without addresses or
 masks, and a tile of several slabs shares its rows. The ring is always full: between the tiles of a program, and at its
-start, when the kernel before may still run. So that kernel must not be one that writes weights. What lies past the end
-of a tensor comes as zero.
+start, when the kernel before may still run, and the one before that, if a norm lies between. So neither may be one that
+writes weights. What lies past the end of a tensor comes as zero.
 
 Triton cannot say this: its loads belong to the loop that uses them. Gluon, its lower level, can.
 """
