@@ -1,4 +1,4 @@
-"""All GPU benchmarks of the engine, one after the other, by their own scripts, with much the settings of its committed one.
+"""All GPU benchmarks of the engine, one after the other, by their own scripts and with much the settings they had.
 
 Kernels, decode steps, savings, the choice of K, vLLM and what is made of both, the shipped head, losslessness, and the
 GPU tests of what has no file: no wait of the host in steady decode, 20,000 random requests. One that fails does not
