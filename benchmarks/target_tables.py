@@ -8,9 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from benchmarks.engine_tables import engines_of, over
+from benchmarks.speed_shapes import (
+    EAGLE3,
+    OUTPUT_TOKENS,
+    P_EAGLE,
+    P_EAGLE_32K,
+    PROMPT_TOKENS,
+    Setup,
+    drafter_config,
+    hf_config,
+)
 from peagle.bench.markdown import Json, markdown_table
+from peagle.bench.roofline import step_cost
 from peagle.bench.sweep_tables import fastest_row
+from peagle.models.spec import spec_from_hf
 
 _MORE_RUNS = MappingProxyType(
     {
@@ -33,13 +47,14 @@ _REAL_HEADS = MappingProxyType(
 )
 _OVER_VLLM = MappingProxyType({"smollm2-135m": {1: 5.0, 8: 3.0, 64: 1.5}, "qwen3-8b": {1: 1.2, 8: 1.2, 64: 1.1}})
 _MOST_DECIMALS = 6
+_BANDWIDTH, _FLOPS = 4800e9, 989e12  # of an H200: bytes/s, and bfloat16 additions and multiplications a second
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One value and its bound. Value None: not measured; bound None: shown, not judged.
 
-    Of a ratio of two steps' times `floors` is that of their floors, shown beside it and not judged.
+    Of a ratio of two steps' times `floors` is that of their floors, calculated, shown beside it and not judged.
     """
 
     label: str
@@ -57,12 +72,12 @@ class Figure:
     @property
     def shown(self) -> str:
         """The value with two decimals, or with as many more as it takes to fall on the same side of its bound."""
+        beside = "" if self.floors is None else f" (floors: {self.floors:.2f})"
         if self.value is None:
-            return "not measured"
+            return f"not measured{beside}"
         decimals = 2
         while decimals < _MOST_DECIMALS and self._within(round(self.value, decimals)) != self._within(self.value):
             decimals += 1
-        beside = "" if self.floors is None else f" (floors: {self.floors:.2f})"
         return f"{self.value:.{decimals}f}{self.unit}{beside}"
 
     def _within(self, value: float) -> bool:
@@ -112,7 +127,7 @@ def _targets(read: Read) -> Iterator[Target]:
         for shape in _SHAPES:
             name = f"engine-speed-{shape}-h200"
             yield Target(target, shape, name, figures(_rows(read, name), shape))
-            if figures is _over_eagle3 and (alike := _over_eagle3(_rows(read, name), shape, "p-eagle-32k")):
+            if figures is _over_eagle3 and (alike := _over_eagle3(_rows(read, name), shape, P_EAGLE_32K)):
                 yield Target(target, f"{shape}, both drafting from 32,000 tokens", name, alike)
     for head, name in _REAL_HEADS.items():
         yield Target("over no drafts with real heads, c = 1: at least 2x", head, name, _over_none(_rows(read, name)))
@@ -144,12 +159,30 @@ def _drafting(rows: Sequence[Json], shape: str) -> list[Figure]:
     return [Figure(f"c = {c}", value, 1.3 if c == 1 else None, is_most=True) for c, value in times]
 
 
-def _over_eagle3(rows: Sequence[Json], shape: str, method: str = "p-eagle") -> list[Figure]:
-    of, eagle3, p_eagle = engines_of(shape, rows), ("eagle3", 7), (method, 7)
-    times, floors = (dict(over(of, eagle3, p_eagle, key)) for key in ("ms_per_step", "floor_ms"))
-    # At 64 the floors say nothing: they count bytes alone, and steps of so many rows take what their products take.
-    one = Figure("c = 1", times.get(1), 1.3, floors=floors.get(1))
-    return [one, Figure("c = 64", times.get(64), 1.05)] if times else []
+def _over_eagle3(rows: Sequence[Json], shape: str, method: str = P_EAGLE) -> list[Figure]:
+    times = dict(over(engines_of(shape, rows), (EAGLE3, 7), (method, 7), "ms_per_step"))
+    if not times:
+        return []
+    bounds = {1: 1.3, 64: 1.05}
+    return [
+        Figure(f"c = {c}", times.get(c), bound, floors=_floor_ms(shape, EAGLE3, c) / _floor_ms(shape, method, c))
+        for c, bound in bounds.items()
+    ]
+
+
+def _floor_ms(shape: str, method: str, requests: int) -> float:
+    """Of a step with K = 7, acceptance as P-EAGLE's, in the middle of the answers: reading or computing on an H200."""
+    spec = spec_from_hf(hf_config(shape))
+    cost = step_cost(
+        spec,
+        drafter_config(spec, method),
+        7,
+        requests=requests,
+        context=PROMPT_TOKENS + OUTPUT_TOKENS / 2,
+        dtype=torch.bfloat16,
+        acceptance_length=Setup(shape, P_EAGLE, 7).acceptance_length,
+    )
+    return cost.floor_ms(_BANDWIDTH, _FLOPS)
 
 
 def _over_none(rows: Sequence[Json]) -> list[Figure]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import peagle
 from peagle.bench.profile import STEP, Event, busy_time, group_of, read_trace, summarise
-from peagle.bench.roofline import copy_bandwidth, step_cost, touched_experts
+from peagle.bench.roofline import PassCost, StepCost, copy_bandwidth, step_cost, touched_experts
 from peagle.errors import PeagleError
 from peagle.models.spec import MoESpec
 from tests.engine.tiny import tiny_spec
@@ -172,9 +173,9 @@ def test_what_a_step_must_read():
     spec = tiny_spec()
     cost = step_cost(spec, None, 0, requests=2, context=10.0, dtype=torch.bfloat16)
     layer = 32 * (4 + 2 * 2) * 8 + 32 * 32 + 3 * 32 * 48
-    assert cost.target_bytes == 2 * (4 * layer + 96 * 32)
-    assert cost.drafter_bytes == 0
-    assert cost.kv_bytes == 2 * (2 * 4 * 2 * 8) * 2 * 10
+    assert cost.target.weight_bytes == 2 * (4 * layer + 96 * 32)
+    assert cost.drafter == ()
+    assert cost.target.kv_bytes == 2 * (2 * 4 * 2 * 8) * 2 * 10
     assert cost.floor_ms(cost.num_bytes) == 1e3
 
 
@@ -189,11 +190,11 @@ def test_experts_are_read_if_any_row_chooses_them_and_keys_if_a_window_reaches_t
 
     expert = 4 * 3 * 32 * 48  # parameters of one in each layer
     for requests, touched in ((1, 2), (2, 3.5)):
-        more = cost(spec, requests).target_bytes - cost(dense, requests).target_bytes
+        more = cost(spec, requests).target.weight_bytes - cost(dense, requests).target.weight_bytes
         assert more == 2 * expert * (touched - 1)
-    assert cost(spec, 1).kv_bytes == cost(dense, 1).kv_bytes * (4 + 10) / 20
+    assert cost(spec, 1).target.kv_bytes == cost(dense, 1).target.kv_bytes * (4 + 10) / 20
     packed = tiny_spec(moe=replace(moe, packed=True), windows=(4, None, 4, None))
-    assert cost(spec, 2).target_bytes - cost(packed, 2).target_bytes == (2 - 17 / 32) * expert * 3.5
+    assert cost(spec, 2).target.weight_bytes - cost(packed, 2).target.weight_bytes == (2 - 17 / 32) * expert * 3.5
 
 
 def test_an_eagle3_head_is_read_once_per_draft():
@@ -204,10 +205,37 @@ def test_an_eagle3_head_is_read_once_per_draft():
         config = tiny_parts(parallel=parallel)[1].config
         costs[parallel] = step_cost(tiny_spec(), config, 3, requests=1, context=10.0, dtype=torch.float32)
     eight = step_cost(tiny_spec(), config, 3, requests=1, context=10.0, dtype=torch.float32, int8_head=True)
-    assert costs[False].drafter_bytes - eight.drafter_bytes == 3 * (4 - 1) * 32 * 96  # config is EAGLE-3's: a pass each
-    fc = 4 * 32 * 96
-    assert costs[False].drafter_bytes - fc == 3 * (costs[True].drafter_bytes - fc)
-    assert costs[False].kv_bytes > costs[True].kv_bytes
+    assert costs[False].num_bytes - eight.num_bytes == 3 * (4 - 1) * 32 * 96  # config is EAGLE-3's: a pass each
+    (once,), (first, *others) = costs[True].drafter, costs[False].drafter
+    assert once.num_bytes == first.num_bytes
+    assert [first.weight_bytes - other.weight_bytes for other in others] == [4 * 32 * 96] * 2  # fc
+    assert {other.kv_bytes for other in others} == {once.kv_bytes}
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_a_step_must_multiply(layers: int):
+    """A matrix for each row that needs it: 3 requests, K = 4, 2.5 tokens a step."""
+    from tests.engine.tiny import tiny_parts
+
+    config = replace(tiny_parts(parallel=True)[1].config, num_layers=layers)
+    cost_of = partial(step_cost, tiny_spec(), requests=3, context=10.0, dtype=torch.float32, acceptance_length=2.5)
+    cost = cost_of(config, 4)
+    projection, rest, head = 32 * (4 + 2 * 2) * 8, 32 * 32 + 3 * 32 * config.intermediate_size, 32 * 96
+    assert cost.target.flops == 2 * 3 * 5 * (4 * (projection + 32 * 32 + 3 * 32 * 48) + 32 * 96)
+    inner = (layers - 1) * (projection + rest)
+    new = config.feature_size * 32 + 2 * projection
+    assert [one.flops for one in cost.drafter] == [2 * 3 * (2.5 * new + 5.5 * inner + 4 * (rest + head))]
+    first, other = cost_of(replace(config, mask_token_id=None), 2).drafter
+    assert first.flops == 2 * 3 * (2.5 * new + 2.5 * inner + rest + head)
+    assert other.flops == 2 * 3 * (2 * projection + inner + rest + head)
+
+
+def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing():
+    passes = PassCost(100, 20, 10.0), PassCost(30, 0, 90.0), PassCost(8, 2, 90.0)
+    cost = StepCost(passes[0], passes[1:])
+    assert cost.num_bytes == 160
+    assert cost.floor_ms(10.0) == 16e3
+    assert cost.floor_ms(10.0, 10.0) == (12 + 9 + 9) * 1e3
 
 
 def test_bandwidth_of_this_machine(monkeypatch):

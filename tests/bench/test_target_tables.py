@@ -2,7 +2,11 @@
 
 import pytest
 
-from benchmarks.target_tables import Figure, targets
+from benchmarks import common
+from benchmarks.engine_tables import engines_of
+from benchmarks.speed_shapes import EAGLE3, P_EAGLE
+from benchmarks.target_tables import Figure, _floor_ms, targets
+from peagle.bench.report import read_result
 
 
 @pytest.mark.parametrize(
@@ -86,9 +90,9 @@ def test_every_target_is_judged_by_its_files():
     text = targets(read)
     assert line(text, "GPU busy", "qwen3-8b") == ["lowest of 2 engines: 94.00 %", "**no**"]
     assert line(text, "drafting", "qwen3-8b") == ["c = 1: 1.25, c = 64: 2.00", "yes"]
-    over_eagle3 = ["c = 1: 1.20, c = 64: not measured", "c = 1: **no**, c = 64: –"]
+    over_eagle3 = ["c = 1: 1.20 (floors: 1.11), c = 64: not measured (floors: 0.97)", "c = 1: **no**, c = 64: –"]
     assert line(text, "P-EAGLE over EAGLE-3", "qwen3-8b") == over_eagle3  # at P-EAGLE's acceptance where there is one
-    alike = ["c = 1: 1.50, c = 64: not measured", "c = 1: yes, c = 64: –"]
+    alike = ["c = 1: 1.50 (floors: 1.25), c = 64: not measured (floors: 1.03)", "c = 1: yes, c = 64: –"]
     assert line(text, "P-EAGLE over EAGLE-3", "qwen2.5-1.5b, both drafting from 32,000 tokens") == alike
     assert "qwen3-8b, both" not in text
     over_none = ["mt-bench: 2.50, gsm8k: 1.90", "mt-bench: yes, gsm8k: **no**"]
@@ -101,17 +105,27 @@ def test_every_target_is_judged_by_its_files():
     assert "[over-vllm](benchmarks/results/over-vllm-h200.json) (partial)" in text
 
 
-def test_floors_stand_beside_the_steps_of_one_request():
+def test_floors_stand_beside_the_steps_over_eagle3():
     rows = [
-        engine("p-eagle", 7, 2.0, floor_ms=1.0),
-        engine("eagle3", 7, 2.4, floor_ms=1.1),
-        engine("p-eagle", 7, 4.0, 64, floor_ms=2.0),
-        engine("eagle3", 7, 4.4, 64, floor_ms=3.0),
-        engine("p-eagle", 1, 1.5, floor_ms=0.5),
+        engine("p-eagle", 7, 2.0),
+        engine("eagle3", 7, 2.4),
+        engine("p-eagle", 7, 4.0, 64),
+        engine("eagle3", 7, 4.4, 64),
+        engine("p-eagle", 1, 1.5),
     ]
     text = targets(lambda name: {"settings": {}, "results": {"rows": rows}} if "engine-speed-qwen3" in name else None)
-    measured = "c = 1: 1.20 (floors: 1.10), c = 64: 1.10"
+    measured = "c = 1: 1.20 (floors: 1.11), c = 64: 1.10 (floors: 0.97)"
     assert line(text, "P-EAGLE over EAGLE-3", "qwen3-8b") == [measured, "c = 1: **no**, c = 64: yes"]
+
+
+@pytest.mark.parametrize("shape", ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-1.5b", "qwen3-8b"])
+def test_floors_of_one_request_are_those_of_the_benchmark(shape: str):
+    """There reading is all that counts, and is in the result files."""
+    rows = read_result(common.RESULTS / f"engine-speed-{shape}-h200.json")["results"]["rows"]
+    of = engines_of(shape, rows)
+    for method in (EAGLE3, P_EAGLE):
+        assert _floor_ms(shape, method, 1) == pytest.approx(of[method, 7, 1]["floor_ms"], rel=2e-3)
+        assert _floor_ms(shape, method, 64) > of[method, 7, 64]["floor_ms"]
 
 
 def test_nothing_was_measured():
