@@ -1,7 +1,7 @@
 """This engine over vLLM: the best engine of either side at every shape and concurrency that both were measured at.
 
 From result files of `engine_speed` and `peer_vllm`, best of one run on one machine; nothing is measured here. The
-file's machine and versions are those of the first of ours.
+file's machine and versions are those of the first of ours, but for the commit: all that measured a row of ours.
 
     python -m benchmarks.over_vllm --ours benchmarks/results/engine-speed-*-h200.json \\
         --theirs benchmarks/results/peer-vllm-h200.json --out benchmarks/results/over-vllm-h200.json
@@ -84,7 +84,8 @@ def main() -> None:
     if not rows:
         raise PeagleError("no shape is in both --ours and --theirs at the same concurrency: nothing to compare")
     first = files[args.ours[0]]
-    where = {name: first[name] for name in ("machine", "versions")}
+    commits = dict.fromkeys(str(files[path]["versions"]["commit"]) for path in args.ours)
+    where = {"machine": first["machine"], "versions": {**first["versions"], "commit": ", ".join(commits)}}
     settings = {
         "command": command(),
         "acceptance": SYNTHETIC,

@@ -16,11 +16,28 @@ def check_choice(config: object, name: str, *choices: str) -> None:
 
 
 def _check(config: object, names: tuple[str, ...], holds: Callable[[Any], bool], expected: str) -> None:
-    """None stands for a setting left out. Conditions are such that a NaN fulfils none."""
+    """None stands for a setting left out. Conditions are of numbers, and such that a NaN fulfils none."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not holds(value):
-            raise PeagleError(f"{name} is {value}: it must be {expected}")
+        if value is not None and not (_is_number(value) and holds(value)):
+            raise PeagleError(f"{name} is {_shown(value)}: it must be {expected}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    """A number as it is written; a text in quotes, cut off where it is long."""
+    return f"{value!r:.80}" if isinstance(value, str) else str(value)
+
+
+def check_switches(config: object, *names: str) -> None:
+    """True or False."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise PeagleError(f"{name} is {_shown(value)}: it must be true or false")
 
 
 def check_at_least(config: object, least: int, *names: str) -> None:
@@ -37,7 +54,7 @@ def check_between(config: object, least: int, most: int, *names: str) -> None:
 
 def check_positive(config: object, *names: str) -> None:
     """Finite numbers above 0."""
-    _check(config, names, lambda value: math.isfinite(value) and value > 0, "finite and above 0")
+    _check(config, names, lambda value: 0 < value < math.inf, "finite and above 0")
 
 
 def check_share(config: object, interval: str, *names: str) -> None:

@@ -128,7 +128,7 @@ def generate(
         from peagle.terminal import print_answers
 
         params = SamplingParams(**asdict(sampling))
-        llm = _load(model, speculation, config)
+        llm = _load(model, drafts, speculation, config)
     print_answers(llm, rows, params, raw=raw, as_json=json)
 
 
@@ -148,7 +148,7 @@ def chat(model: Model, config: EngineConfig, drafts: SpeculationFlags, sampling:
         from peagle.sampling import SamplingParams
 
         params = SamplingParams(**asdict(sampling))
-        llm = _load(model, speculation, config)
+        llm = _load(model, drafts, speculation, config)
     if run_chat(llm, params, piped=not sys.stdin.isatty()):
         raise typer.Exit(USER_ERROR_STATUS)
 
@@ -162,7 +162,7 @@ def serve(model: Model, config: EngineConfig, serving: ServeConfig, drafts: Spec
     from peagle.server.run import serve as run_server
 
     speculation = choose_speculation(model, drafts)
-    run_server(lambda: _load(model, speculation, config), model, serving, _stderr())
+    run_server(lambda: _load(model, drafts, speculation, config), model, serving, _stderr())
 
 
 @app.command(epilog=EXAMPLES["self-prompts"])
@@ -322,6 +322,8 @@ def demo(max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens
     """Answer three prompts with SmolLM2-135M, with and without its shipped head, and compare."""
     from peagle.demo import load_demo, run_demo
 
+    if max_tokens < 1:
+        raise PeagleError(f"--max-tokens is {max_tokens}: it must be at least 1")
     run_demo(load_demo(), _stdout(), max_tokens=max_tokens)
 
 
@@ -338,10 +340,13 @@ def _stderr() -> "Console":
     return Console(stderr=True)
 
 
-def _load(model: str, speculation: SpeculativeConfig | None, config: EngineConfig) -> "LLM":
+def _load(model: str, drafts: SpeculationFlags, speculation: SpeculativeConfig | None, config: EngineConfig) -> "LLM":
     from peagle.engine.engine import LLM
 
-    return LLM(model, speculative_config=speculation, **asdict(config))
+    llm = LLM(model, speculative_config=speculation, **asdict(config))
+    if drafts.speculation and speculation is None:
+        sys.stderr.write(f"peagle: no head ships for {model}, it decodes without drafts: --head DIR names one\n")
+    return llm
 
 
 def main() -> None:

@@ -5,10 +5,19 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Self
 
-from peagle.checks import check_at_least, check_between, check_choice, check_positive, check_share, parse_object
+from peagle.checks import (
+    check_at_least,
+    check_between,
+    check_choice,
+    check_positive,
+    check_share,
+    check_switches,
+    parse_object,
+)
 from peagle.errors import PeagleError
 
 MAX_SPECULATIVE_TOKENS = 16
+_MOST_SEQS = 65_536  # requests that an engine may hold at once; their states are allocated
 DEFAULT_MAX_SPECULATIVE_TOKENS = 7  # of "auto", for a head that does not say how deep it was trained
 # Keys of vLLM's speculative config that change nothing here; accepted so that its JSON can be pasted unchanged.
 _IGNORED_VLLM_KEYS = frozenset({"draft_tensor_parallel_size", "disable_padded_drafter_batch"})
@@ -83,14 +92,11 @@ class SpeculativeConfig:
     def _check_drafts(self) -> None:
         k, most = self.num_speculative_tokens, self.max_speculative_tokens
         if k != "auto" and not _is_draft_count(k):
-            raise PeagleError(
-                f"num_speculative_tokens is {k!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}, or "
-                "'auto'; to decode without drafts use --no-speculation, or leave the speculative config out"
-            )
+            limits = f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}, or 'auto'"
+            without = "to decode without drafts use --no-speculation, or leave the speculative config out"
+            raise PeagleError(f"num_speculative_tokens is {k!r:.60}: it must be {limits}; {without}")
         if most is not None and not _is_draft_count(most):
-            raise PeagleError(
-                f"max_speculative_tokens is {most!r}: it must be an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
-            )
+            raise PeagleError(f"max_speculative_tokens is {most!r}: it must be 1 to {MAX_SPECULATIVE_TOKENS}")
         for name in ("max_speculative_tokens", "k_table"):
             if k != "auto" and getattr(self, name) is not None:
                 raise PeagleError(f"{name} needs num_speculative_tokens 'auto', not {k}: leave one of them out")
@@ -120,17 +126,19 @@ class SpeculativeConfig:
         name, k = "synthetic_acceptance_rates", self.max_drafts
         if not isinstance(rates, list | tuple) or not all(map(_is_number, rates)):
             raise PeagleError(f"{name} is {rates!r}: give a list of numbers")
-        if len(rates) != k or not _is_draft_count(k):
+        if not _is_draft_count(len(rates)):
+            raise PeagleError(
+                f"{name} has {len(rates)} numbers: give 1 to {MAX_SPECULATIVE_TOKENS}, one for each draft"
+            )
+        if len(rates) != k:
             raise PeagleError(f"{name} has {len(rates)} numbers: give one for each of the {k} drafts")
         outside = [rate for rate in rates if not 0 <= rate <= 1]
         if outside:
             raise PeagleError(f"{name} has {outside[0]}: each must be in 0 .. 1")
         rising = [(a, b) for a, b in pairwise(rates) if b > a]
         if rising:
-            raise PeagleError(
-                f"{name} rises from {rising[0][0]} to {rising[0][1]}: a draft is kept only after those before it, so "
-                "none can be above the one before"
-            )
+            a, b = rising[0]
+            raise PeagleError(f"{name} rises from {a} to {b}: a draft is kept only after those before it")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -142,9 +150,7 @@ class SpeculativeConfig:
         _check_method(values.get("method", "eagle3"))  # others have other keys
         for key in ("model", "num_speculative_tokens"):
             if key not in values:
-                raise PeagleError(
-                    f"the speculative config lacks {key!r}: it needs 'model' and 'num_speculative_tokens'"
-                )
+                raise PeagleError(f"the speculative config lacks {key!r}: give 'model' and 'num_speculative_tokens'")
         return cls(**{key: value for key, value in values.items() if key in known})
 
     @classmethod
@@ -200,9 +206,13 @@ class EngineConfig:
         check_choice(self, "load_format", "auto", "dummy")
         check_choice(self, "draft_lm_head", "auto", "int8")
         check_choice(self, "kernels", "auto", "torch", "triton", "invariant")
-        check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size")
-        check_at_least(self, 1, "max_model_len", "num_kv_blocks")
+        check_at_least(
+            self, 1, "max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "num_kv_blocks"
+        )
+        check_at_least(self, 0, "seed")
+        check_between(self, 1, _MOST_SEQS, "max_num_seqs")
         check_share(self, "(0, 1]", "gpu_memory_utilization")
+        check_switches(self, "enable_prefix_caching", "graphs", "prompt_graphs", "async_scheduling", "unpack_experts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +270,13 @@ class ServeConfig:
         check_at_least(self, 1, "max_waiting")
         check_positive(self, "request_timeout", "receive_timeout")
         check_between(self, 0, 86400, "drain_seconds")
+        unknown = [
+            origin for origin in self.allowed_origins if not origin.startswith(("*", "null", "http://", "https://"))
+        ]
+        if unknown:
+            raise PeagleError(
+                f"allowed_origins has {unknown[0]!r}: begin it with http:// or https://; * is all of them"
+            )
         for name in ("host", "api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise PeagleError(f"{name} is empty: give one, or leave it out")
@@ -286,8 +303,9 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "concurrency", "steps", "prompt_tokens")
-        check_choice(self, "draft_lm_head", "auto", "int8")
-        check_choice(self, "load_format", "auto", "dummy")
+        check_between(self, 1, _MOST_SEQS, "concurrency")
+        shared = ("load_format", "draft_lm_head", "kernels", "dtype")
+        EngineConfig(**{name: getattr(self, name) for name in shared})  # which checks them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from peagle.engine.request import RequestOutput
 
 MODEL = "smollm2-135m"
+_SLOWER = (
+    "Drafts made it slower here, as they do where threads wait for each other or for other jobs on these cores: try it "
+    "with OMP_NUM_THREADS=1, or on idle cores."
+)
 PROMPTS = (
     ("chat", "I have one free afternoon in a small seaside town. Suggest how to spend it, hour by hour."),
     ("code", "Write a Python function that counts how often each word occurs in a text, and show how to call it."),
@@ -72,6 +76,8 @@ def run_demo(llm: "LLM", console: Console, *, max_tokens: int) -> list[Compariso
         comparisons.append(Comparison(title, drafted, plain))
         console.print(_one_line(comparisons[-1]), style="green", markup=False, highlight=False)
     console.print(summary_table(comparisons))
+    if _ratio(comparisons) < 1:
+        console.print(_SLOWER, style="yellow")
     return comparisons
 
 
@@ -123,11 +129,16 @@ def _cells(title: str, comparisons: Sequence[Comparison]) -> tuple[str, ...]:
         title,
         f"{plain:.1f}",
         f"{drafted:.1f}",
-        f"{drafted / plain:.2f}x",
+        f"{_ratio(comparisons):.2f}x",
         f"{stats.acceptance_length:.2f}",
         " ".join(f"{100 * share:.0f}" for share in stats.acceptance_per_position),
         "yes" if all(c.identical for c in comparisons) else "NO",
     )
+
+
+def _ratio(comparisons: Sequence[Comparison]) -> float:
+    """Speed with drafts over speed without."""
+    return _tokens_per_second([c.drafted for c in comparisons]) / _tokens_per_second([c.plain for c in comparisons])
 
 
 def _tokens_per_second(outputs: Sequence["RequestOutput"]) -> float:

@@ -118,4 +118,4 @@ def _parse_list(name: str, text: str | None, element: Callable[[str], Any]) -> t
         return tuple(element(part.strip()) for part in text.split(","))
     except ValueError:
         flag = "--" + name.replace("_", "-")
-        raise PeagleError(f"{flag} is {text!r}: write numbers separated by commas, for example 1,2") from None
+        raise PeagleError(f"{flag} is {text!r:.80}: write numbers separated by commas, for example 1,2") from None

@@ -23,7 +23,7 @@ from peagle.structured.outputs import StructuredOutputs
 MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5  # logits divided by less would overflow float32 before they differ from a greedy choice
 MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 10.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0  # logits are divided by it
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_DIGITS = 18  # of a token id written as text
@@ -76,6 +76,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._settle_lists()
         self._settle_types()
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise PeagleError(f"structured_outputs is {_shown(self.structured_outputs)}: give a StructuredOutputs")
         least = 1 if self.prompt_logprobs is None else 0
         if self.max_tokens < least:
             only = "; 0 is for logprobs of a prompt alone" if self.max_tokens == 0 else ""
@@ -96,8 +98,8 @@ class SamplingParams:
             if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
                 limits = f"{-MAX_PENALTY:g} .. {MAX_PENALTY:g}"
                 raise PeagleError(f"{name} is {getattr(self, name)}: it must be in {limits}; 0 turns it off")
-        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            limits = f"in {MIN_REPETITION_PENALTY:g} .. {MAX_REPETITION_PENALTY:g}"
             raise PeagleError(f"repetition_penalty is {self.repetition_penalty}: it must be {limits}; 1 turns it off")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         for name in ("logprobs", "prompt_logprobs"):
@@ -154,10 +156,11 @@ class SamplingParams:
         return penalties != (0.0, 0.0, 1.0) or self.logit_bias is not None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """PeagleError when `logit_bias` names a token that the target does not have."""
-        for token in self.logit_bias or ():
-            if token >= vocab_size:
-                raise PeagleError(f"logit_bias names token {token}: the target has tokens 0 .. {vocab_size - 1}")
+        """PeagleError when a setting names a token that the target does not have."""
+        for name, tokens in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+            outside = [token for token in tokens if token >= vocab_size]
+            if outside:
+                raise PeagleError(f"{name} has {_shown(outside[0])}: the target has tokens 0 .. {vocab_size - 1}")
 
 
 def _read_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:

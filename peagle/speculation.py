@@ -58,5 +58,5 @@ def choose_speculation(model: str, flags: SpeculationFlags) -> SpeculativeConfig
         return None
     if k is None:
         return SpeculativeConfig(model=str(chosen), num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
-    is_number = k.removeprefix("-").isdecimal()  # "auto" stays what it is
+    is_number = k.isascii() and k.removeprefix("-").isdecimal() and len(k) < 10  # others stay what they are
     return SpeculativeConfig(model=str(chosen), num_speculative_tokens=int(k) if is_number else k)

@@ -94,7 +94,9 @@ def fails(capsys, *arguments):
     """Run in this process, expect exit status 2 and one line on stderr, return the line."""
     status = run(app, [str(argument) for argument in arguments])
     out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if not line.startswith(("peagle: loading", "peagle: converting"))]
+    lines = [
+        line for line in err.splitlines() if not line.startswith(("peagle: loading", "peagle: conv", "peagle: no head"))
+    ]
     assert status == 2, err
     assert len(lines) == 1, err
     assert lines[0].startswith("peagle: ")
@@ -163,7 +165,7 @@ def test_no_flag_is_cut_short_on_a_narrow_terminal(verb):
 
 def test_the_engines_flags_have_vllms_names(monkeypatch):
     built = []
-    monkeypatch.setattr("peagle.cli._load", lambda model, speculation, config: built.append((speculation, config)))
+    monkeypatch.setattr("peagle.cli._load", lambda _, drafts, *chosen: built.append(chosen))
     monkeypatch.setattr("peagle.chat.run_chat", lambda llm, params, piped: None)
     assert run(app, ["chat", "m"]) == 0
     line = (
@@ -287,17 +289,11 @@ def test_generate_streams_text_and_prints_figures(tiny, capsys):
     config = json.dumps(
         {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "parallel_drafting": True}
     )
-    arguments = (
-        "generate",
-        str(model),
-        "--prompt",
-        "hello",
-        "--raw",
-        "--max-tokens",
-        "8",
-        "--speculative-config",
-        config,
-    )
+    plain = ("generate", str(model), "--prompt", "hello", "--raw", "--max-tokens", "8")
+    arguments = (*plain, "--speculative-config", config)
+    for flags, is_said in ((arguments, False), (plain, True), ((*plain, "--no-speculation"), False)):
+        assert run(app, list(flags)) == 0
+        assert ("no head ships for" in capsys.readouterr().err) == is_said
     assert run(app, list(arguments)) == 0
     out, err = capsys.readouterr()
     assert run(app, [*arguments, "--json"]) == 0
@@ -341,6 +337,21 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(tiny, capsys, tmp_pat
     (tmp_path / "heads").mkdir()
     monkeypatch.chdir(tmp_path)
     assert says in fails(capsys, "generate", tiny[0], "--prompt", "hello", *flags)
+
+
+def test_a_head_is_looked_at_before_the_weights_are_read(tiny, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.models.target.load_model", lambda *_, **__: pytest.fail("read the weights"))
+    head = write_head(tmp_path / "head")
+
+    def said(**changes):
+        config = {"model": str(head), "num_speculative_tokens": 3, **changes}
+        return fails(capsys, "generate", tiny[0], "--prompt", "a", "--speculative-config", json.dumps(config))
+
+    assert "parallel_drafting is false" in said(parallel_drafting=False)
+    assert "k_table nosuch cannot be read" in said(num_speculative_tokens="auto", k_table="nosuch")
+    (weights,) = head.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert str(weights) in said()
 
 
 def test_a_prompt_longer_than_the_context(tiny, capsys):
@@ -398,11 +409,6 @@ def test_profile(tiny, capsys, tmp_path):
     assert sum(row["share"] for row in result["results"]["rows"]) == pytest.approx(1, abs=0.01)
     assert json.loads(trace.read_text())["traceEvents"]
     assert "context is 256: lower --steps" in fails(capsys, *common, "--steps", "200")
-
-
-def test_a_profile_that_could_not_be_written_is_not_measured(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("peagle.bench.profiling.read_spec", lambda _: pytest.fail("reads the model"))
-    assert "is a folder: give the name of a file" in fails(capsys, "profile", "model", "--out", str(tmp_path))
 
 
 def test_profile_of_random_weights(capsys, tmp_path):

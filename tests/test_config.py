@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle.config import EngineConfig, SpeculativeConfig
+from peagle.config import EngineConfig, ProfileConfig, ServeConfig, SpeculativeConfig
 from peagle.errors import PeagleError
 
 
@@ -78,6 +78,8 @@ def test_speculation_that_cannot_be(values, says):
         ({"synthetic_acceptance_rates": [0.5, 0.4, 0.45]}, "rises from 0.4 to 0.45"),
         ({"synthetic_acceptance_rates": [1.5, 0.4, 0.4]}, "has 1.5"),
         ({"synthetic_acceptance_rates": "0.5"}, "give a list"),
+        ({"num_speculative_tokens": "auto", "synthetic_acceptance_rates": [1] * 17}, "has 17 numbers: give 1 to 16"),
+        ({"num_speculative_tokens": "auto", "synthetic_acceptance_rates": []}, "has 0 numbers: give 1 to 16"),
     ],
 )
 def test_synthetic_acceptance_that_cannot_be(values, says):
@@ -94,12 +96,35 @@ def test_synthetic_acceptance_that_cannot_be(values, says):
         ({"kernels": "cuda"}, "use auto, torch, triton or invariant"),
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_model_len": 0}, "at least 1"),
+        ({"max_num_seqs": 10**12}, r"max_num_seqs is 1000000000000: it must be in 1 \.\. 65536"),
+        ({"block_size": True}, "block_size is True"),
+        ({"gpu_memory_utilization": "x"}, "gpu_memory_utilization is 'x'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching is 'no': it must be true or false"),
+        ({"graphs": None}, "graphs is None: it must be true or false"),
     ],
 )
 def test_an_engine_that_cannot_be(values, says):
     with pytest.raises(PeagleError, match=says):
         EngineConfig(**values)
     assert EngineConfig(gpu_memory_utilization=1).graphs
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [({"dtype": "float16"}, "float16"), ({"kernels": "x"}, "kernels 'x'"), ({"concurrency": 10**9}, "concurrency is")],
+)
+def test_a_profile_that_cannot_be(values, says):
+    with pytest.raises(PeagleError, match=says):
+        ProfileConfig(**values)
+
+
+def test_origins_are_addresses():
+    assert ServeConfig(allowed_origins=("*", "null", "https://a.example")).page
+    with pytest.raises(PeagleError, match="allowed_origins has 'foo': begin it with http"):
+        ServeConfig(allowed_origins=("https://a.example", "foo"))
 
 
 def test_a_method_of_another_kind_is_named_before_keys_it_does_not_have():

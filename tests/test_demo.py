@@ -13,8 +13,8 @@ from peagle.demo import PROMPTS, load_demo, run_demo
 class FakeLLM:
     """Plain decoding takes two seconds for four tokens, drafting one; prompts in `broken` come out different."""
 
-    def __init__(self, broken=()):
-        self.broken, self.drafting, self.calls = broken, None, []
+    def __init__(self, broken=(), drafted_seconds=1.0):
+        self.broken, self.drafted_seconds, self.drafting, self.calls = broken, drafted_seconds, None, []
 
     def set_speculation(self, enabled):
         self.drafting = enabled
@@ -28,7 +28,8 @@ class FakeLLM:
         if self.drafting:
             stats.record(1, 2)
         last = 9 if self.drafting and prompt in self.broken else 4
-        return [SimpleNamespace(token_ids=[1, 2, 3, last], seconds=1.0 if self.drafting else 2.0, stats=stats)]
+        seconds = self.drafted_seconds if self.drafting else 2.0
+        return [SimpleNamespace(token_ids=[1, 2, 3, last], seconds=seconds, stats=stats)]
 
 
 def demo(llm):
@@ -46,6 +47,7 @@ def test_both_ways_in_alternating_order():
     assert all(c.identical for c in comparisons)
     assert text.count("shown") == len(PROMPTS)
     assert "hidden" not in text
+    assert "slower" not in text
     last_row = next(line for line in text.splitlines() if line.strip().startswith("all"))
     assert last_row.split() == ["all", "2.0", "4.0", "2.00x", "2.00", "100", "0", "yes"]
 
@@ -67,3 +69,9 @@ def test_on_one_thread_unless_it_is_told_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     load_demo()
     assert asked == [1]
+
+
+def test_drafts_that_made_it_slower():
+    _, text = demo(FakeLLM(drafted_seconds=2.5))
+    assert "0.80x" in text
+    assert "OMP_NUM_THREADS=1" in text

@@ -181,8 +181,10 @@ def test_what_a_request_needs():
 def test_bias_of_a_token_that_is_not_there():
     SamplingParams(logit_bias={99: 1.0}).check_vocabulary(100)
     SamplingParams().check_vocabulary(1)
-    with pytest.raises(PeagleError, match=r"logit_bias names token 100: the target has tokens 0 \.\. 99"):
+    with pytest.raises(PeagleError, match=r"logit_bias has 100: the target has tokens 0 \.\. 99"):
         SamplingParams(logit_bias={3: 1.0, 100: 1.0}).check_vocabulary(100)
+    with pytest.raises(PeagleError, match=r"stop_token_ids has 10{9}: the target has tokens 0 \.\. 99"):
+        SamplingParams(stop_token_ids=[99, 10**9]).check_vocabulary(100)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,8 @@ def test_bias_of_a_token_that_is_not_there():
             {"stop_token_ids": 5}, {"stop_token_ids": "12"}, {"stop_token_ids": [1.0]}, {"stop_token_ids": [-1]},
             {"stop_token_ids": [True]}, {"stop_token_ids": {3: 4}}, {"ignore_eos": "no"}, {"ignore_eos": 1},
             {"ignore_eos": None}, {"logprobs": True}, {"logprobs": 10**5000}, {"drafts": 1}, {"show_drafts": "x"},
-            {"repetition_penalty": "1"}, {"repetition_penalty": True},
+            {"repetition_penalty": "1"}, {"repetition_penalty": True}, {"repetition_penalty": 5e-324},
+            {"structured_outputs": "x"}, {"structured_outputs": {"regex": "a"}},
             {"logit_bias": {1: True}}, {"logit_bias": {1: "2"}}, {"logit_bias": {1: 10**400}},
             {"logit_bias": {True: 1}},
             {"logit_bias": {1: float("nan")}}, {"logit_bias": {1: None}}, {"logit_bias": [1, 2]}, {"logit_bias": 5}],

@@ -48,6 +48,9 @@ def test_flags_name_the_head():
         choose("m", speculative_config=json, head="d")
     with pytest.raises(PeagleError, match="add --head DIR"):
         choose("m", num_speculative_tokens="3")
+    for k in ("9" * 5000, "-" + "9" * 5000, "\u0663"):
+        with pytest.raises(PeagleError, match="must be an integer from 1 to 16"):
+            choose("m", head="d", num_speculative_tokens=k)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from peagle.bench.sandbox import confinement
 from peagle.bench.settings import EvalConfig
 from peagle.bench.signals import ending_on_sigterm
 from peagle.devices import resolve_dtype, resolve_engine_device
-from peagle.drafters.checkpoint import load_drafter, resolve_head
+from peagle.drafters.checkpoint import load_drafter, peek_head, resolve_head
 from peagle.drafters.eagle3 import Eagle3Drafter
 from peagle.engine.speculation import check_depth, trained_depth
 from peagle.files import sha256_of
@@ -63,7 +63,9 @@ def run_eval(
         "dtype": str(target.model.embed_tokens.weight.dtype).removeprefix("torch."),
         "device": device.type,
     }
-    meter = Meter(console, "answers", _answers(config, sets, tasks))
+    answers = _answers(config, sets, tasks)
+    console.print(f"{answers:,} answers, those without drafts included", markup=False, highlight=False)
+    meter = Meter(console, "answers", answers)
     evaluation = Evaluation(target, drafter, sets, tasks, config, device, meter)
 
     def save(*, partial: bool) -> bool:
@@ -92,7 +94,7 @@ def _load(head: Path, model: str, config: EvalConfig, device: torch.device) -> t
     for k in config.k:
         check_depth(k, trained_depth(head))
     dtype = resolve_dtype(config.dtype, device)
-    target = load_target(model, dtype=dtype, device=device)
+    target = load_target(model, dtype=dtype, device=device, check=lambda spec: peek_head(head, spec))
     drafter = load_drafter(head, target.model, dtype=dtype, device=device, target_name=target.name)
     return target, drafter
 

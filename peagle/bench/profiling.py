@@ -88,8 +88,11 @@ def run_profile(
     trace: Path | None = None,
 ) -> Measured:
     """Load, measure, print; with `out` also write a result file. Raises PeagleError where the context is too short."""
-    if out is not None:
-        check_result_path(out, Console(stderr=True))
+    for path, what in ((out, "result"), (trace, "trace")):
+        if path is not None:
+            check_result_path(path, Console(stderr=True), what=what)
+    if out is not None and trace is not None and out.resolve() == trace.resolve():
+        raise PeagleError(f"--out and --trace are both {out}: give each a file of its own")
     device = resolve_engine_device(config.device)
     spec = read_spec(resolve_model(model, weights=config.load_format != "dummy"))
     length = _needed_length(config, spec, _most_drafts(speculation))
@@ -143,8 +146,9 @@ def measure(
     batch = Decoding(llm, prompts, params)
     sys.stderr.write("peagle: warming up ...\n")
     batch.settle()
-    batch.advance(_WARM_UP)
-    sys.stderr.write(f"peagle: timing {config.steps} steps, then as many under the profiler ...\n")
+    warm = batch.advance(_WARM_UP)
+    about = max(2e-3 * warm.ms_per_step * config.steps, 1)
+    sys.stderr.write(f"peagle: timing {config.steps} steps, then as many under the profiler: about {about:.0f} s ...\n")
     window = batch.advance(config.steps)
     profile = profile_steps(batch, config.steps, trace)
     cost = step_cost(

@@ -72,14 +72,14 @@ def write_result(path: Path | str, name: str, settings: Json, results: Json, whe
         partial.replace(os.path.realpath(path))
 
 
-def check_result_path(path: Path, console: Console | None = None) -> None:
+def check_result_path(path: Path, console: Console | None = None, *, what: str = "result") -> None:
     """Raise PeagleError where a result could not be written, before it takes hours to have one; tell a console which
-    file it will replace."""
-    with _partial(path) as probe:
+    file it will replace. `what` is what errors call it."""
+    with _partial(path, what) as probe:
         if path.is_dir():
-            raise PeagleError(f"the result {path} is a folder: give the name of a file in it")
+            raise PeagleError(f"the {what} {path} is a folder: give the name of a file in it")
         if path.exists() and not path.is_file():  # /dev/null, whose place a file would take
-            raise PeagleError(f"the result {path} is a device or a pipe: give the name of a file")
+            raise PeagleError(f"the {what} {path} is a device or a pipe: give the name of a file")
         probe.touch()
     if console is not None and path.exists():
         text = f"{path} exists: what this run measures takes its place"
@@ -87,7 +87,7 @@ def check_result_path(path: Path, console: Console | None = None) -> None:
 
 
 @contextmanager
-def _partial(path: Path) -> Iterator[Path]:
+def _partial(path: Path, what: str = "result") -> Iterator[Path]:
     """A file to become `path`, or what that links to, in a folder that is there; what is left of it goes.
 
     Raises PeagleError.
@@ -98,7 +98,7 @@ def _partial(path: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
     except OSError as error:
-        message = f"cannot write the result {path}: {error.strerror}; choose a folder you may write to"
+        message = f"cannot write the {what} {path}: {error.strerror}; choose a folder you may write to"
         raise PeagleError(message) from None
     finally:
         with suppress(OSError):

@@ -137,6 +137,8 @@ class BenchServeConfig:
                 )
 
     def _check_rest(self) -> None:
+        if self.endpoint is not None and not self.endpoint.startswith("/"):
+            raise PeagleError(f"endpoint is {self.endpoint!r}: it is a path and begins with /, as {BACKENDS['openai']}")
         if not self.request_rate > 0:
             raise PeagleError(f"request_rate is {self.request_rate}: give requests per second above 0, or inf")
         if self.request_rate * self.burstiness < _SLOWEST:

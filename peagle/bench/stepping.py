@@ -132,6 +132,7 @@ def profile_steps(batch: Decoding, steps: int, trace: Path | None = None) -> Pro
 
 
 def _record(batch: Decoding, steps: int, path: Path) -> None:
+    """Run the steps under the profiler and write its trace; of some failures to do so it has only a log line."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # that it starts and stops is no news
     cuda = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]

@@ -146,8 +146,8 @@ class Sweep:
         if there:
             say(self._console, f"left out: {len(there)} runs outside this grid, which stay in {self._file.path}")
         todo = [(repeat, cell) for repeat, cell in plan if not self.results.has(repeat, cell)]
-        if len(todo) < len(plan):
-            say(self._console, f"{len(plan) - len(todo)} of {len(plan)} runs are there")
+        there_are = f"{len(plan) - len(todo)} of {len(plan)} runs are there"
+        say(self._console, there_are if len(todo) < len(plan) else f"{len(plan)} runs to measure")
         if commits := self._other_commits():
             named = ", ".join(f"{count} of {commit}" for commit, count in commits.items())
             mixed = f"runs that are there: {named}; this is {self._commit}, which may be faster or slower"

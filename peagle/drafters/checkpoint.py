@@ -27,6 +27,7 @@ from peagle.models.decoder import TargetModel
 from peagle.models.hub import HUB_ID, expand_home, is_local_path
 from peagle.models.layers import Rope
 from peagle.models.spec import ModelSpec
+from peagle.models.weights import open_safetensors, weight_files
 
 BASE_MODEL_KEY = "base_model"
 SHARED_KEY = "peagle_shared_with_target"
@@ -164,6 +165,23 @@ def local_head(path_or_hub_id: Path | str) -> Path | None:
     if is_local_path(name) or not HUB_ID.fullmatch(name):
         raise PeagleError(f"head {name} does not exist: expected a directory or a Hub id like org/name; check the path")
     return None
+
+
+def peek_head(path_or_hub_id: Path | str, spec: ModelSpec) -> DrafterConfig | None:
+    """What a local head says of itself, before any weight is read; None for a Hub id, which is not asked.
+
+    Raises PeagleError for a head that does not fit the target and for files that were cut off.
+    """
+    path = local_head(path_or_hub_id)
+    if path is None:
+        return None
+    where = f"head {path}"
+    config = config_from_dict(storage.read_config(path), target_layers=spec.num_layers, where=where)
+    check_compatible(config, spec, where=where)
+    for file in weight_files(path):
+        with open_safetensors(file):  # which compares its length with its header
+            pass
+    return config
 
 
 def resolve_head(path_or_hub_id: Path | str) -> Path:

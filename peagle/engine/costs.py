@@ -30,7 +30,7 @@ def measure_costs(core: EngineCore, draft_counts: Sequence[int]) -> CostTable:
     repeats, in_a_row, context = (_REPEATS, _IN_A_ROW, _CONTEXT) if on_gpu else (1, 1, 0)
     _log.warning(
         "num_speculative_tokens is auto: running %d steps to measure what they cost, batches of %s requests "
-        "with %s drafts%s; a k_table would say it without",
+        "with %s drafts%s; with a k_table in --speculative-config none would be needed",
         len(sizes) * len(draft_counts) * (1 + repeats * in_a_row),
         _listed(reversed(sizes)),
         _listed(draft_counts),

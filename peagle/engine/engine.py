@@ -3,7 +3,7 @@
 import logging
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,16 +11,17 @@ import numpy as np
 
 from peagle.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from peagle.devices import resolve_dtype, resolve_engine_device
-from peagle.drafters.checkpoint import load_drafter, local_head
+from peagle.drafters.checkpoint import load_drafter, local_head, peek_head
 from peagle.drafters.draft_pass import DraftSavings
 from peagle.drafters.eagle3 import DrafterConfig, Eagle3Drafter
 from peagle.engine.build import build_core, check_max_model_len, resolve_kernels
 from peagle.engine.core import EngineCore
 from peagle.engine.costs import measure_costs
 from peagle.engine.request import Request, RequestOutput
-from peagle.engine.speculation import FixedK, check_depth, choose_policy, draft_counts, trained_depth
+from peagle.engine.speculation import FixedK, check_depth, choose_policy, draft_counts, load_k_table, trained_depth
 from peagle.engine.text import MeasuredStream, TextStream
 from peagle.errors import PeagleError
+from peagle.models.spec import ModelSpec
 from peagle.models.target import Target, load_target
 from peagle.models.tokenizer import encode, render_chat
 from peagle.sampling import SamplingParams
@@ -104,11 +105,13 @@ class LLM:
         `synthetic_rates`: SYNTHETIC acceptance, the chance of each draft once those before it were kept. `savings` says
         which work the drafter's pass leaves out, None all that can be; no token depends on it.
         """
-        if drafter is not None and not 0 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise PeagleError(
-                f"num_speculative_tokens is {num_speculative_tokens}: it must be 0 to {MAX_SPECULATIVE_TOKENS}"
-            )
         drafts = 0 if drafter is None else num_speculative_tokens
+        if not isinstance(drafts, int) or not 0 <= drafts <= MAX_SPECULATIVE_TOKENS:
+            raise PeagleError(f"num_speculative_tokens is {drafts!r}: it must be 0 to {MAX_SPECULATIVE_TOKENS}")
+        if synthetic_rates is not None and not (
+            len(synthetic_rates) == drafts and all(0 <= rate <= 1 for rate in synthetic_rates)
+        ):
+            raise PeagleError(f"synthetic_rates is {synthetic_rates!r}: give {drafts} numbers in 0 .. 1, one a draft")
         core = build_core(target, drafter, drafts, config, pack=pack, synthetic_rates=synthetic_rates, savings=savings)
         llm = cls.__new__(cls)
         llm._assemble(target, drafter, core, drafts, config.seed)
@@ -171,6 +174,9 @@ class LLM:
         on_finish: OnFinish | None,
         marks: Mapping[int, str] | None,
     ) -> list[RequestOutput]:
+        for name, value in (("prompts", prompts), ("params", params)):
+            if not isinstance(value, Iterable | SamplingParams):
+                raise PeagleError(f"generate got {value!r:.60} for {name}: give one, or a list of them")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise PeagleError(
@@ -289,13 +295,22 @@ def _load_checked(model: str, config: EngineConfig, speculation: SpeculativeConf
     resolve_kernels(config, device)
     if speculation is not None:
         local_head(speculation.model)
+        if speculation.k_table is not None:
+            load_k_table(speculation.k_table)
+
+    def check(spec: ModelSpec) -> None:
+        check_max_model_len(config.max_model_len, spec)
+        head = None if speculation is None else peek_head(speculation.model, spec)
+        if speculation is not None and head is not None:
+            _check_kind(speculation, head)
+
     return load_target(
         model,
         dtype=dtype,
         device=device,
         load_format=config.load_format,
         unpack_experts=config.unpack_experts or config.kernels == "torch",
-        check=lambda spec: check_max_model_len(config.max_model_len, spec),
+        check=check,
     )
 
 

@@ -22,6 +22,7 @@ CAUSAL_LM_CLASS: dict[str, str] = {
     family: family.title().replace("_", "") + "ForCausalLM" for family in FAMILIES
 }  # fmt: skip
 MAX_SIZE = 2**31 - 1  # of any dimension or token id: beyond it, a file is damaged
+_MOST_LAYERS = 10_000
 DEFAULT_ROPE_THETA = 10000.0  # what all families assume when the config is silent
 QWEN3_HEAD_DIM = 128  # what Qwen3 assumes when the config is silent, whatever the hidden size
 
@@ -115,7 +116,7 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=_size(config, "num_hidden_layers", most=_MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -222,7 +223,8 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_positions: in
         if not isinstance(found, Mapping):
             raise PeagleError(f"{key} {found!r} is not an object: expected null or a JSON object; check config.json")
         rules.update(found)
-    theta = rules.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA
+    given = [of["rope_theta"] for of in (rules, config) if of.get("rope_theta") is not None]
+    theta = given[0] if given else DEFAULT_ROPE_THETA
     rope_type = rules.get("rope_type", rules.get("type", "default"))
     if rope_type not in ("default", "llama3", "yarn") or rules.get("mscale") or rules.get("mscale_all_dim"):
         raise UnsupportedTarget(
@@ -269,10 +271,10 @@ def _number(config: Mapping[str, Any], key: str, *, default: float | None = None
     return float(value)
 
 
-def _size(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+def _size(config: Mapping[str, Any], key: str, *, default: int | None = None, most: int = MAX_SIZE) -> int:
     value = _number(config, key, default=default)
-    if value > MAX_SIZE or value != int(value):
-        raise PeagleError(f"config.json has {key} {value:g}: expected a whole number up to {MAX_SIZE}; check the file")
+    if value > most or value != int(value):
+        raise PeagleError(f"config.json has {key} {value:g}: expected a whole number up to {most}; check the file")
     return int(value)
 
 

@@ -11,7 +11,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from peagle.sampling import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_TEMPERATURE
+from peagle.sampling import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
 from peagle.server.guard import OPEN_PATHS
 
 Json = dict[str, Any]
@@ -131,7 +137,7 @@ _LIMITS: Mapping[str, Json] = MappingProxyType(
         "min_p": {"minimum": 0, "maximum": 1},
         "presence_penalty": _PENALTY,
         "frequency_penalty": _PENALTY,
-        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY},
+        "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY, "maximum": MAX_REPETITION_PENALTY},
         "logit_bias": {
             "propertyNames": {"pattern": "^[0-9]+$"},
             "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},

@@ -20,7 +20,7 @@ from peagle.models.tokenizer import ChatText, added_tokens, encode, render_chat
 from peagle.server.answers import Answers
 from peagle.server.chat_style import ChatStyle
 from peagle.server.engine_thread import EngineThread
-from peagle.server.errors import ApiError, shown
+from peagle.server.errors import ApiError
 from peagle.server.harmony import Harmony
 from peagle.server.logprobs import Echo, TokenNames
 from peagle.server.protocol import GenerationBody, Message, TemplateBody
@@ -120,10 +120,6 @@ class Service:
     ) -> list[Request]:
         """Every answer that a body asks for, those to the same prompt side by side. With `harmony` their text has its
         marks."""
-        vocab_size = self.llm.target.spec.vocab_size
-        outside = [token for token in body.stop_token_ids or () if not 0 <= token < vocab_size]
-        if outside:
-            raise PeagleError(f"stop_token_ids has {shown(outside[0])}: the target has tokens 0 .. {vocab_size - 1}")
         each = [body.sampling(choice, max_tokens) for choice in range(body.choices)]
         if harmony is not None and not body.ignore_eos:
             ends = [token for token in harmony.stop_ids if token not in self.llm.target.spec.eos_token_ids]

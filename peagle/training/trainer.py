@@ -135,7 +135,7 @@ def train_head(
         return TrainResult(head=out / "head", state=state, evaluation=None)
     if ranks.is_main:
         write_recipe(out, recipe)
-    say(console, f"results go to {out}: head/ at the end, checkpoint/ and train.jsonl on the way")
+    say(console, f"results go to {out}: recipe.json, train.jsonl and checkpoint/ on the way, head/ at the end")
     documents, note = cut_to_context(documents, target.spec.max_position_embeddings)
     for line in (unused_settings(config), note):
         if line:

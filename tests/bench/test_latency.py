@@ -213,6 +213,8 @@ def test_a_length_of_another_data_set_is_refused():
     ):
         with pytest.raises(PeagleError, match=f"hf_output_len is for the data set hf, not for {dataset}: .*{right}$"):
             BenchServeConfig(dataset_name=dataset, hf_output_len=4)
+    with pytest.raises(PeagleError, match="endpoint is 'nope': it is a path and begins with /"):
+        BenchServeConfig(dataset_name="hf", endpoint="nope")
     with pytest.raises(PeagleError, match="custom_output_len is for the data set custom"):
         BenchServeConfig(dataset_name="hf", custom_output_len=4)
     for name in ("hf", "custom", "sharegpt", "spec_bench", "speed_bench"):

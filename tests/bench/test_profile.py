@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import peagle
 from peagle.bench.profile import STEP, Event, busy_time, group_of, read_trace, summarise
+from peagle.bench.profiling import run_profile
 from peagle.bench.roofline import PassCost, StepCost, copy_bandwidth, step_cost, touched_experts
+from peagle.config import ProfileConfig
 from peagle.errors import PeagleError
 from peagle.models.spec import MoESpec
 from tests.engine.tiny import tiny_spec
@@ -248,3 +251,16 @@ def test_drafting_is_from_the_layout_to_the_commit():
     events = [Event(name, 10.0 * i, 4.0, "kernel") for i, name in enumerate(names)]
     assert summarise(events, steps=2).drafting_us == 24.0 + 14.0
     assert summarise(events[:1], steps=1).drafting_us == 0.0
+
+
+def test_a_profile_that_could_not_be_written_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("peagle.bench.profiling.read_spec", lambda _: pytest.fail("reads the model"))
+
+    def refused(says, **paths):
+        with pytest.raises(PeagleError, match=says):
+            run_profile("model", None, ProfileConfig(), Console(), **paths)
+
+    refused(f"the result {tmp_path} is a folder: give the name of a file", out=tmp_path)
+    refused(f"the trace {tmp_path} is a folder: give the name of a file", trace=tmp_path)
+    refused("the trace /dev/null is a device or a pipe", trace=Path("/dev/null"))
+    refused("--out and --trace are both", out=tmp_path / "a.json", trace=tmp_path / "b" / ".." / "a.json")

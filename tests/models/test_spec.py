@@ -87,6 +87,12 @@ def test_both_spellings_of_rope_scaling(rope: dict[str, Any]) -> None:
     assert spec.rope.scaling == SCALING
 
 
+@pytest.mark.parametrize("change", [{"rope_theta": 0}, {"num_hidden_layers": 10**9}])
+def test_numbers_that_no_model_has(change: dict[str, Any]) -> None:
+    with pytest.raises(PeagleError, match=f"config.json has {next(iter(change))}"):
+        read(LLAMA, **change)
+
+
 def test_yarn_has_the_defaults_of_transformers() -> None:
     rule = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     scaling = read(LLAMA, rope_scaling=rule).rope.scaling
