@@ -84,7 +84,7 @@ def main() -> None:
     if not rows:
         raise PeagleError("no shape is in both --ours and --theirs at the same concurrency: nothing to compare")
     first = files[args.ours[0]]
-    commits = dict.fromkeys(str(files[path]["versions"]["commit"]) for path in args.ours)
+    commits = dict.fromkeys(str(files[path]["versions"].get("commit")) for path in args.ours)
     where = {"machine": first["machine"], "versions": {**first["versions"], "commit": ", ".join(commits)}}
     settings = {
         "command": command(),

@@ -2,6 +2,15 @@
 
 import signal
 
+import pytest
+
 # A job in the background ignores Ctrl-C, and so would every process that a test starts to send it one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Triton's interpreter takes minutes where a test of our own would hang: on a slow machine five were too few."""
+    for item in items:
+        if item.name == "test_in_the_interpreter":
+            item.add_marker(pytest.mark.timeout(900))

@@ -23,7 +23,8 @@ WAYS = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2})
 
 def tiny_llm(head: str, kernels: str, device: str, attention: str = "auto") -> LLM:
     """K = 3; prompts arrive in chunks of at most 8 rows a step."""
-    target, drafter = tiny_parts(**HEADS[head], head_dim=16)  # which attention's kernels take
+    layers = 2 if INTERPRETED else 4
+    target, drafter = tiny_parts(**HEADS[head], layers=layers, head_dim=16)  # which attention's kernels take
     target.model.to(device)
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=8, kernels=kernels, attention=attention)
     return LLM.from_parts(target, drafter.to(device), 3, config, pack=False)

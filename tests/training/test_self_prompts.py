@@ -11,6 +11,7 @@ from rich.console import Console
 
 from peagle.config import SelfPromptConfig
 from peagle.errors import PeagleError
+from peagle.models.hub import resolve_model
 from peagle.models.tokenizer import load_tokenizer
 from peagle.prompt_file import read_prompts
 from peagle.training import self_prompts as module
@@ -48,7 +49,9 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PEAGLE_CACHE", str(folder / "cache"))
-        yield str(tiny_gguf(folder / "tiny.gguf"))
+        path = str(tiny_gguf(folder / "tiny.gguf"))
+        resolve_model(path)  # converts it, before a test lets the disk be full
+        yield path
 
 
 @pytest.fixture
