@@ -37,7 +37,8 @@ def check(head: str, device: str, prompts: int, max_tokens: int, **filters: Any)
     plain = tiny_llm(head, "torch", device)
     plain.set_speculation(False)
     expected = plain.generate(texts, params)
-    for kernels in ("torch", "triton", "invariant"):
+    # Interpreted, the target's invariant layers are test_invariant's; the drafter has no others than "triton".
+    for kernels in ("torch", "triton", *(() if INTERPRETED else ("invariant",))):
         llm = tiny_llm(head, kernels, device)
         own = llm.generate(texts, params)
         llm = tiny_llm(head, kernels, device)  # a captured step would go on drafting by itself
@@ -57,7 +58,7 @@ def test_in_the_interpreter():
 @pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
 @pytest.mark.parametrize("head,filters", [("p-eagle", {"top_k": 9, "top_p": 0.8}), ("eagle-3", {})])
 def test_interpreted(head: str, filters: dict[str, Any]):
-    check(head, "cpu", prompts=2, max_tokens=4, **filters)
+    check(head, "cpu", prompts=2, max_tokens=3, **filters)
 
 
 @interpreter

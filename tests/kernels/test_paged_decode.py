@@ -284,7 +284,7 @@ def test_interpreted_and_the_split_changes_no_bit(name: str):
     case = Case(rows, lengths, 6, 2, 16, **settings)
     expected, alone = case.expected(), case.run(case.plan("triton", 1))
     assert error(alone, expected) < TOLERANCE[torch.float32]
-    for splits in range(2, 9) if name == "one row" else (2,):
+    for splits in (2, 3, 5, 8) if name == "one row" else (2,):
         plan = case.plan("triton", splits)
         for _ in range(2):  # nothing is left behind
             assert torch.equal(case.run(plan), alone)
@@ -304,7 +304,7 @@ FORMS = {(8, True): (2, 6, 2, 16), (16, True): (4, 7, 1, 16), (16, "wide"): (2, 
 @interpreter
 @pytest.mark.usefixtures("numpy_scalars")
 @pytest.mark.parametrize("settings,dtype", [  # the interpreter does not multiply bfloat16
-    ({}, torch.float32), ({"window": 600, "sinks": True, "dead": 1}, torch.float32), ({}, torch.float16),
+    ({"window": 600, "sinks": True, "dead": 1}, torch.float32), ({}, torch.float16),
 ])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
 def test_interpreted_forms_past_the_fine_chunks(form: tuple[int, object], settings: dict[str, int], dtype: torch.dtype):
