@@ -93,7 +93,7 @@ def test_interpreted_only_the_target_s_attention_has_the_one_form():
 @pytest.mark.usefixtures("numpy_scalars", "wide_tiles")
 def test_interpreted_a_preempted_answer_is_decoded_again(monkeypatch: pytest.MonkeyPatch):
     config = EngineConfig(block_size=4, max_num_seqs=2, kernels=INVARIANT)
-    llm = LLM.from_parts(*tiny_parts(head_dim=16), 3, config, pack=False)
+    llm = LLM.from_parts(*tiny_parts(layers=2, head_dim=16), 3, config, pack=False)
     prompt, params = [5, 6, 7, 8, 9], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     expected = alone(llm, prompt, params)
     step, again = llm.core._speculative, []
