@@ -270,9 +270,7 @@ class ServeConfig:
         check_at_least(self, 1, "max_waiting")
         check_positive(self, "request_timeout", "receive_timeout")
         check_between(self, 0, 86400, "drain_seconds")
-        unknown = [
-            origin for origin in self.allowed_origins if not origin.startswith(("*", "null", "http://", "https://"))
-        ]
+        unknown = [o for o in {*self.allowed_origins} - {"*", "null"} if not o.startswith(("http://", "https://"))]
         if unknown:
             raise PeagleError(
                 f"allowed_origins has {unknown[0]!r}: begin it with http:// or https://; * is all of them"

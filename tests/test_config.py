@@ -1,5 +1,7 @@
 """Settings of the engine and of speculation: what is accepted, what is refused and how it is said."""
 
+import re
+
 import pytest
 
 from peagle.config import EngineConfig, ProfileConfig, ServeConfig, SpeculativeConfig
@@ -123,8 +125,9 @@ def test_a_profile_that_cannot_be(values, says):
 
 def test_origins_are_addresses():
     assert ServeConfig(allowed_origins=("*", "null", "https://a.example")).page
-    with pytest.raises(PeagleError, match="allowed_origins has 'foo': begin it with http"):
-        ServeConfig(allowed_origins=("https://a.example", "foo"))
+    for other in ("foo", "*.example", "nullify"):
+        with pytest.raises(PeagleError, match=re.escape(f"allowed_origins has {other!r}: begin it with http")):
+            ServeConfig(allowed_origins=("https://a.example", other))
 
 
 def test_a_method_of_another_kind_is_named_before_keys_it_does_not_have():
