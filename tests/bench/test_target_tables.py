@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import common
 from benchmarks.engine_tables import engines_of
-from benchmarks.speed_shapes import EAGLE3, P_EAGLE
+from benchmarks.speed_shapes import EAGLE3, P_EAGLE, P_EAGLE_32K
 from benchmarks.target_tables import Figure, _floor_ms, targets
 from peagle.bench.report import read_result
 
@@ -126,6 +126,16 @@ def test_floors_of_one_request_are_those_of_the_benchmark(shape: str):
     for method in (EAGLE3, P_EAGLE):
         assert _floor_ms(shape, method, 1) == pytest.approx(of[method, 7, 1]["floor_ms"], rel=2e-3)
         assert _floor_ms(shape, method, 64) > of[method, 7, 64]["floor_ms"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ratios"),
+    [("qwen2.5-coder-0.5b", (1.38, 1.08)), ("qwen2.5-1.5b", (1.25, 1.03)), ("qwen3-8b", (1.18, 1.01))],
+)
+def test_floors_where_both_draft_from_as_many_tokens(shape: str, ratios: tuple[float, float]):
+    """What docs/results.md says of them, also where no step was measured."""
+    floors = [_floor_ms(shape, EAGLE3, c) / _floor_ms(shape, P_EAGLE_32K, c) for c in (1, 64)]
+    assert floors == pytest.approx(ratios, abs=0.0051)
 
 
 def test_nothing_was_measured():
