@@ -300,8 +300,7 @@ def _load_checked(model: str, config: EngineConfig, speculation: SpeculativeConf
 
     def check(spec: ModelSpec) -> None:
         check_max_model_len(config.max_model_len, spec)
-        head = None if speculation is None else peek_head(speculation.model, spec)
-        if speculation is not None and head is not None:
+        if speculation is not None and (head := peek_head(speculation.model, spec)) is not None:
             _check_kind(speculation, head)
 
     return load_target(
