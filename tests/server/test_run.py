@@ -281,7 +281,8 @@ VLLMS = {
 
 def test_vllms_command_line_is_accepted():
     arguments = ["openai/gpt-oss-20b", "--speculative-config", json.dumps(VLLMS), "--served-model-name", "x"]
-    arguments += "--host 0.0.0.0 --api-key k --max-num-seqs 8 --allowed-origins https://a.example,null".split()
+    arguments += ["--host", "0.0.0.0", "--api-key", "k", "--max-num-seqs", "8"]
+    arguments += ["--allowed-origins", "https://a.example,null"]
     context = typer.main.get_command(app).commands["serve"].make_context("serve", arguments)
     assert context.params["model"] == "openai/gpt-oss-20b"
     assert context.params["served_model_name"] == "x"
