@@ -4,18 +4,18 @@
 merged projections and leave keys and values in the cache:
 
     triton      `rope_write`, then tiles over the paged cache
-    library     `rope_qkv` in place, `kv_write`, then `whole_attention` (FlashAttention over ragged rows)
+    library     `rope_qkv` in place, `kv_write`, then `whole_attention` (cuDNN's, of one prompt)
 
 "gpu_ms" is the time of all of it, of a CUDA graph of many calls; "host_ms" what it takes to issue it without a graph,
-as passes over long prompts are. `LEAST_ROWS` of `peagle/kernels/whole_attention.py` is from where on the library's are
-lower, in rows of the prompt that the mean row belongs to, "mean_row".
+as passes over long prompts are. `LEAST_ROWS` of `peagle/kernels/whole_attention.py` is from where on the library's is
+the lower one. "mean_row": rows of the prompt that the mean row belongs to.
 
-Attention alone, q, k and v at hand ("alone" in front): both of these, torch's public `varlen_attn`, its
-`scaled_dot_product_attention` for each prompt, by its own choice, with FlashAttention and with cuDNN, and cuDNN's over
-ragged rows, told a power of two as the most rows and as the number of prompts. "fresh_ms": what the first call takes,
-host and device, with a row more in each prompt than before, where cuDNN may make a plan anew; median of three. "error":
-against "alone triton", relative. Of eight prompts, cuDNN's form over ragged rows alone is run. A form that cannot run
-is left out, with the reason on stdout.
+Attention alone, q, k and v at hand ("alone" in front): both of these, torch's public `varlen_attn` (FlashAttention over
+ragged rows), its `scaled_dot_product_attention` for each prompt, by its own choice, with FlashAttention and with cuDNN,
+and cuDNN's over ragged rows, told a power of two as the most rows and as the number of prompts. "fresh_ms": what the
+first call takes, host and device, with a row more in each prompt than before, where cuDNN may make a plan anew; median
+of three. "error": against "alone triton", relative. What would be called for each prompt is run for one. A form that
+cannot run is left out, with the reason on stdout.
 
 No kernel of torch 2.11 attends over pages of 16 keys (2.13's `varlen_attn` takes pages, of multiples of 256): decoding
 is not compared. Hardware: one GPU.
@@ -122,7 +122,7 @@ class Prompts:
             "triton": self._triton,
             "library": self._library,
             "alone triton": self._read,
-            "alone library": lambda: whole_attention(self.q, self.k, self.v, self.start, self.most),
+            "alone library": lambda: whole_attention(self.q, self.k, self.v),
             "alone varlen_attn": self._varlen,
             **{f"alone sdpa{name}": partial(self._sdpa, backend) for name, backend in sdpa.items()},
             "alone cudnn ragged": self._cudnn_ragged,
@@ -144,7 +144,7 @@ class Prompts:
     def _library(self) -> Tensor:
         q, k, v = rope_qkv(self.qkv_RA, *self.tables, *self.sizes[:2], self.norms, backend=self.backend)
         kv_write(self.keys, self.values, self.slots, k, v, backend=self.backend)
-        return whole_attention(q, k, v, self.start, self.most)
+        return whole_attention(q, k, v)
 
     def _varlen(self) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn  # from torch 2.10 on
@@ -232,10 +232,10 @@ def _measure(args: argparse.Namespace, shape: Shape, rows: int, prompts: int) ->
 
 
 def _is_left_out(args: argparse.Namespace, name: str, prompts: int) -> bool:
-    """What has no twin on the CPU, and what would make a plan for every prompt."""
+    """What has no twin on the CPU, and what would make a plan for every prompt, or takes but one."""
     if args.device == "cpu":
         return name not in ("triton", "alone triton", "alone sdpa")
-    return prompts > 1 and name in ("alone sdpa", "alone sdpa cudnn")
+    return prompts > 1 and name in ("library", "alone library", "alone sdpa", "alone sdpa cudnn")
 
 
 def _gpu_ms(device: str, form: Form) -> float:
@@ -297,7 +297,7 @@ def _arguments() -> argparse.Namespace:
     cpu = args.device == "cpu"
     on_gpu = torch.cuda.is_available() and takes_whole(64, torch.bfloat16, torch.device("cuda"))
     if not cpu and not on_gpu:
-        raise PeagleError("no CUDA device of Ampere or newer: try the script itself with --device cpu")
+        raise PeagleError("no CUDA device of Hopper or newer: try the script itself with --device cpu")
     check_out(args.out, cpu=cpu)
     args.shapes = args.shapes or (["tiny"] if cpu else ["smollm2", "qwen2.5-0.5b", "qwen3-8b"])
     args.rows = args.rows or ([40] if cpu else [128, 512, 1024, 2048, 8192])

@@ -174,10 +174,11 @@ class EngineConfig:
     `prompt_graphs` passes over short prompts too, padded to a few shapes, and `async_scheduling` prepares a step while
     the one before it runs; all are for CUDA alone. `kernels` is the form of everything between the matmuls: "auto" is
     Triton on CUDA; "invariant" is Triton, matmuls of the target included, in one form for any number of rows, so that
-    not a bit of the output says what shared a batch. `attention` "auto" is Triton on CUDA; "library" is as "auto", but
-    for long prompts torch's FlashAttention. `load_format` "dummy" draws the target's weights at random, for
-    benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which takes four times the memory, instead
-    of inside their kernel. `draft_lm_head` "int8" reads a copy of the drafter's output layer with 8 bits a weight.
+    not a bit of the output says what shared a batch. `attention` "auto" is Triton on CUDA; "library" is cuDNN's for a
+    long prompt that has a pass alone, and so is "auto" where such passes wait for products. `load_format` "dummy" draws
+    the target's weights at random, for benchmarks. `unpack_experts` unpacks MXFP4 experts when they are loaded, which
+    takes four times the memory, instead of inside their kernel. `draft_lm_head` "int8" reads a copy of the drafter's
+    output layer with 8 bits a weight.
     """
 
     dtype: str = "auto"

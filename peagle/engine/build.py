@@ -24,9 +24,17 @@ from peagle.engine.slots import SamplingMode, SlotState
 from peagle.engine.speculation import draft_counts
 from peagle.engine.step import DraftSide, SpeculativeStep
 from peagle.errors import PeagleError
-from peagle.kernels.backend import INVARIANT, LEAST_GENERATION, can_run_triton, cuda_generation, use_triton
+from peagle.kernels.backend import (
+    INVARIANT,
+    LEAST_GENERATION,
+    LIBRARY,
+    can_run_triton,
+    cuda_generation,
+    use_triton,
+)
 from peagle.kernels.paged_attention import can_tile
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
+from peagle.kernels.whole_attention import LEAST_ROWS
 from peagle.models.int8 import Int8Linear
 from peagle.models.layers import use_kernels
 from peagle.models.packing import pack_linears
@@ -97,7 +105,7 @@ def build_core(
         None if drafter is None else _draft_side(drafter, cache, most_drafts, savings, int8_head),
         SlotState(sizes.max_num_seqs, most_drafts, sizes.blocks_for(sizes.max_model_len), device),
         sizes=sizes,
-        attention=INVARIANT if asked == INVARIANT else config.attention,
+        attention=INVARIANT if asked == INVARIANT else _attention(config.attention, spec),
         kernels=kernels,
         synthetic=None if synthetic_rates is None else SyntheticLengths(synthetic_rates, device),
     )
@@ -141,6 +149,12 @@ def most_to_split(spec: ModelSpec) -> int:
         return 0
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     return _LAYER_PRODUCTS // (spec.hidden_size * (heads + 3 * spec.intermediate_size))
+
+
+def _attention(asked: str, spec: ModelSpec) -> str:
+    """The form that runs. "auto" is a library's for long prompts where these wait for products: its launches are more
+    than the tiles' are."""
+    return LIBRARY if asked == "auto" and most_to_split(spec) <= LEAST_ROWS else asked
 
 
 def _has_tiles(load: EngineLoad, device: torch.device) -> bool:

@@ -72,7 +72,7 @@ class EngineCore:
         kernels "triton"."""
         self.scheduler, self._speculative = scheduler, step
         self.policy: KPolicy = FixedK(num_drafts)
-        self._state, self.attends_whole = step.state, step.attends_whole
+        self._state = step.state
         self.max_num_seqs, self.max_model_len, self._sizes = sizes.max_num_seqs, sizes.max_model_len, sizes
         self.context_remedy = sizes.context_remedy
         self._kernels, self._steps_ahead, self._has_drafter = kernels, steps_ahead, has_drafter
@@ -199,6 +199,12 @@ class EngineCore:
         if self._prompt_graphs is not None:
             with self._on_device():
                 yield from self._prompt_graphs.warm_up()
+
+    @torch.inference_mode()
+    def warm_up_whole_prompts(self) -> Iterator[int]:
+        """Plan attention of long prompts, where a library needs to; yields each length before its turn."""
+        with self._on_device():
+            yield from self._speculative.plan_whole()
 
     def _prepare(self, mode: SamplingMode) -> None:
         """Make what steps of a mode read."""

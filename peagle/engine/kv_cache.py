@@ -39,7 +39,9 @@ class PagedCache:
         self.kernels = kernels
         self.windows = (None,) * sizes.num_layers if windows is None else tuple(windows)
         self.sinks = (None,) * sizes.num_layers if sinks is None else tuple(sinks)
-        self._takes_whole = not any(s is not None for s in self.sinks) and takes_whole(sizes.head_dim, dtype, device)
+        plain = all(extra is None for extra in (*self.windows, *self.sinks))
+        self._takes_whole = plain and takes_whole(sizes.head_dim, dtype, device)
+        self._num_heads = sizes.num_heads
         shape = (sizes.num_layers, sizes.num_kv_heads, num_slots + 1, sizes.head_dim)
         try:
             # Zeroed, for a drafter that sat out some steps reads what it never wrote. Not on the host, which gets
@@ -58,15 +60,21 @@ class PagedCache:
         """Bytes one token takes."""
         return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
 
+    def plan_whole(self, rows: int) -> None:
+        """Have the library plan for whole prompts of so many rows: the first of them would wait for that."""
+        if self._takes_whole:
+            heads = (self._num_heads, len(self.keys[0]), len(self.keys[0]))
+            whole_attention(*(self.keys.new_zeros(rows, count, self.keys.shape[-1]) for count in heads))
+
     def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> "PagedAttend | WholeAttend":
-        """An `Attend` that first writes the new rows' keys and values, then attends over the cache or, of whole
-        prompts, over these.
+        """An `Attend` that first writes the new rows' keys and values, then attends over the cache or, of a whole
+        prompt, over these.
 
         Slots, limits and the plan must be there before the pass begins: attention may load them before the layers
         in front of it have ended.
         """
         if isinstance(plan, WholePlan) and self._takes_whole:
-            return WholeAttend(self, slots_R, plan)
+            return WholeAttend(self, slots_R)
         return PagedAttend(self, slots_R, limit_R, plan)
 
 
@@ -117,13 +125,12 @@ class PagedAttend:
 
 @dataclass(frozen=True, slots=True)
 class WholeAttend:
-    """The same for whole prompts. No `CachedAttend`: that would have the rotated keys in the cache alone."""
+    """The same for a whole prompt. No `CachedAttend`: that would have the rotated keys in the cache alone."""
 
     cache: PagedCache
     slots_R: Tensor
-    plan: WholePlan
 
     def __call__(self, layer: int, q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
         c = self.cache
         kv_write(c.keys[layer], c.values[layer], self.slots_R, k_RMD, v_RMD, backend=c.kernels)
-        return whole_attention(q_RND, k_RMD, v_RMD, self.plan.start_B1, self.plan.most_rows, c.windows[layer])
+        return whole_attention(q_RND, k_RMD, v_RMD)

@@ -7,6 +7,7 @@ so verification can be captured as one CUDA graph. Suffixes: B requests, T targe
 V = K + 1 verify rows, N blocks of a table.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -31,6 +32,7 @@ from peagle.kernels.paged_attention import AttentionPlan
 from peagle.kernels.paged_decode import plan_decode
 from peagle.kernels.sample import sample
 from peagle.kernels.synthetic_acceptance import SyntheticLengths
+from peagle.kernels.whole_attention import plan_lengths
 from peagle.models.decoder import TargetModel
 from peagle.models.int8 import Int8Linear
 from peagle.models.layers import Attend
@@ -96,7 +98,7 @@ class SpeculativeStep:
         self._draft_side, self.state = draft_side, state
         self._sizes, self._block_size, self._max_model_len = sizes, sizes.block_size, sizes.max_model_len
         self._attention = attention
-        self.attends_whole = attention == LIBRARY  # to long prompts, by a library's kernel
+        self._attends_whole = attention == LIBRARY  # to a long prompt, by a library's kernel
         self._draft_attention = "auto" if attention == INVARIANT else attention  # no bit of a draft reaches the output
         self._kernels = kernels
         self.synthetic = synthetic
@@ -105,6 +107,15 @@ class SpeculativeStep:
     def vocab_size(self) -> int:
         """The target's."""
         return self._target.spec.vocab_size
+
+    def plan_whole(self) -> Iterator[int]:
+        """Have a library plan for long prompts, if it attends to them; yields each length before its turn."""
+        sides = [self._target_cache] + ([self._draft_side.cache] if self._draft_side else [])
+        most = min(self._max_model_len, self._sizes.max_num_batched_tokens)
+        for rows in plan_lengths(most) if self._attends_whole else ():
+            yield rows
+            for cache in sides:
+                cache.plan_whole(rows)
 
     def run(self, rows: Rows, num_drafts: int, mode: SamplingMode) -> StepOutput:
         """Accept, draft `num_drafts` tokens, move the slots on. A prompt's chunk emits its next token, V = 1, real

@@ -10,7 +10,6 @@ from peagle.engine.graphs import COMMON_MODES, EVERYTHING, bucket_sizes
 from peagle.engine.request import Request
 from peagle.engine.slots import SamplingMode
 from peagle.engine.speculation import TableK, draft_counts
-from peagle.kernels.whole_attention import LEAST_ROWS
 from peagle.sampling import SamplingParams
 from peagle.structured.matcher import AnyText
 
@@ -19,6 +18,7 @@ _log = logging.getLogger(__name__)
 # Tokens of prompts whose passes differ in how attention is cut into tiles, or in who multiplies: there is a kernel for
 # few rows, and one for more.
 _PROMPT_LENGTHS = (2, 4, 10, 40, 120, 400)
+_EXPERT_ROWS = 1024  # from there on experts have higher tiles
 
 MakeRequest = Callable[[Sequence[int], SamplingParams], Request]
 _GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
@@ -35,8 +35,7 @@ class WarmUp:
     def __init__(self, llm: LLM, make_request: MakeRequest, kinds: str = "all") -> None:
         spec = llm.target.spec
         self._core, self._vocab_size, self._make_request = llm.core, spec.vocab_size, make_request
-        # There a library's attention begins, and experts have higher tiles than with fewer rows.
-        self._long = (LEAST_ROWS,) if llm.core.attends_whole or spec.moe is not None else ()
+        self._long = (_EXPERT_ROWS,) if spec.moe is not None else ()
         self._modes: Sequence[SamplingMode] = COMMON_MODES if kinds == "all" else COMMON_MODES[:2]
 
     def run(self, must_end: Callable[[], bool]) -> None:
@@ -51,6 +50,10 @@ class WarmUp:
             self._compile_lengths()
             for shape in self._core.warm_up_prompts():
                 _log.info("warming up: prompts of up to %d tokens, %d at once", shape.rows, shape.requests - 1)
+                if must_end():
+                    return
+            for rows in self._core.warm_up_whole_prompts():
+                _log.info("warming up: attention of a prompt of up to %d tokens", rows)
                 if must_end():
                     return
             taken = before - torch.cuda.mem_get_info(self._core.device)[0]

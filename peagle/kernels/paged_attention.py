@@ -56,10 +56,8 @@ class TilePlan:
 
 @dataclass(frozen=True, slots=True)
 class WholePlan:
-    """Whole prompts, for `whole_attention`. `paged`: the same over the cache, for layers which that does not take."""
+    """A whole prompt, for `whole_attention`. `paged`: the same over the cache, for layers which that does not take."""
 
-    start_B1: Tensor  # int32: first row of each request, and the total
-    most_rows: int  # of a request
     paged: RectanglePlan | TilePlan
 
 
@@ -80,7 +78,7 @@ def plan_attention(
     """Plan one forward pass of B requests with `query_lens` new rows and at most `key_lens` visible keys.
 
     `block_tables` [B, blocks] holds block ids; rows are flat, in request order. `backend` "auto" is Triton on CUDA;
-    `LIBRARY` is as "auto" but for long prompts without keys before them. A head dim the kernel cannot tile (it takes
+    `LIBRARY` is as "auto" but for a long prompt without keys before it. A head dim the kernel cannot tile (it takes
     powers of two from 16 to 256) goes to torch whatever the backend. Tiles are as high as the mean request, for
     `INVARIANT` as can be.
     """
@@ -94,10 +92,7 @@ def plan_attention(
     else:
         lens = query_lens, key_lens
         plan = plan_rectangles(*lens, block_tables, block_size, heads_per_kv=heads_per_kv, device=device)
-    if backend == LIBRARY and prefers_whole(query_lens, key_lens):
-        start_B1 = _to_device(np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32), device)
-        return WholePlan(start_B1, int(query_lens.max()), plan)
-    return plan
+    return WholePlan(plan) if backend == LIBRARY and prefers_whole(query_lens, key_lens) else plan
 
 
 def paged_attention(q_RND: Tensor, cache: CacheView, plan: AttentionPlan) -> Tensor:

@@ -1,38 +1,52 @@
-"""Attention of whole prompts: rows see nothing but each other, and their keys and values are at hand, in one piece.
+"""Attention of a whole prompt: its rows see nothing but each other, and their keys and values are in one piece.
 
-There torch's FlashAttention over ragged rows takes the place of tiles over the paged cache. It is called below
-`torch.nn.attention.varlen`, whose arguments differ from torch 2.10 to 2.11 to 2.13; those of the operator are the same
-since 2.9, and it takes fewer key heads than query heads. Nothing is compiled for a new length.
+There cuDNN's attention takes the place of tiles over the paged cache, through torch's own function. It makes a plan for
+each number of rows, which takes it 75 ms, so rows are filled up to a multiple of `PLAN_ROWS`. Of several prompts in
+one pass it would need a call for each, and FlashAttention over ragged rows is slower than the tiles
+(benchmarks/prompt_attention.py).
 """
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peagle.kernels.backend import cuda_generation
 
-# Of the prompt that the mean row belongs to. Below, what the library gains is less than the launch it costs: keys are
-# rotated in place and then written to the cache, not in one go. To be measured: benchmarks/prompt_attention.py.
-LEAST_ROWS = 1024
+LEAST_ROWS = 1024  # fewer gain less than it costs to write keys in a launch of their own
+PLAN_ROWS = 256
+_BEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def takes_whole(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch has FlashAttention for heads of this size: it needs an Ampere GPU, or newer."""
-    fits = head_dim % 8 == 0 and head_dim <= 256 and dtype in (torch.bfloat16, torch.float16)
-    return fits and cuda_generation(device) >= 8 and torch.backends.cuda.is_flash_attention_available()
+    """Whether cuDNN has attention for heads of this size, on a GPU where it is fast: Hopper or newer."""
+    fits = head_dim % 8 == 0 and head_dim <= 128 and dtype in (torch.bfloat16, torch.float16)
+    return fits and cuda_generation(device) >= 9 and torch.backends.cudnn.is_available()
 
 
 def prefers_whole(query_lens: np.ndarray, key_lens: np.ndarray) -> bool:
-    """Whether the rows begin at position 0 in each request, and are enough."""
-    return bool((query_lens == key_lens).all() and query_lens @ query_lens >= LEAST_ROWS * query_lens.sum())
+    """Whether the rows are one request's, begin at position 0, and are enough."""
+    return len(query_lens) == 1 and bool(key_lens[0] == query_lens[0] >= LEAST_ROWS)
 
 
-def whole_attention(
-    q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor, start_B1: Tensor, most_rows: int, window: int | None = None
-) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, [R, N, D], over a row's own key and those before it in its request, or the last
-    `window` of these. `start` int32 is each request's first row, and the total; none has more than `most_rows`."""
-    return torch.ops.aten._flash_attention_forward(
-        q_RND, k_RMD, v_RMD, start_B1, start_B1, most_rows, most_rows, 0.0, True, False, scale=q_RND.shape[2] ** -0.5,
-        window_size_left=None if window is None else window - 1,
-    )[0]  # fmt: skip
+def whole_attention(q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v, [R, N, D], over a row's own key and those before it."""
+    q, k, v = (_filled(x).transpose(0, 1)[None] for x in (q_RND, k_RMD, v_RMD))
+    with sdpa_kernel(_BEST_FIRST, set_priority=True):
+        out_1NRD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out_1NRD[0].transpose(0, 1)[: len(q_RND)]
+
+
+def plan_lengths(most_rows: int) -> range:
+    """The numbers of rows that have a plan of their own, for prompts of up to `most_rows`."""
+    return range(LEAST_ROWS, -(-most_rows // PLAN_ROWS) * PLAN_ROWS + 1, PLAN_ROWS)
+
+
+def _filled(x_RND: Tensor) -> Tensor:
+    """The rows with zeros behind them. No row sees those, but 0 times the NaN that may be there is NaN."""
+    rows = len(x_RND)
+    filled = x_RND.new_empty(-(-rows // PLAN_ROWS) * PLAN_ROWS, *x_RND.shape[1:])
+    filled[:rows] = x_RND
+    filled[rows:] = 0
+    return filled

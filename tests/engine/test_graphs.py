@@ -275,12 +275,10 @@ def test_a_warm_engine_settles_once_a_step_of_every_kind_is_there(kinds: str, en
 EXPERTS = MoESpec(num_experts=4, experts_per_token=2, gate_alpha=1.0, gate_limit=1.0)
 
 
-@pytest.mark.parametrize(
-    ("attention", "moe", "expected"), [("auto", None, False), ("library", None, True), ("auto", EXPERTS, True)]
-)
-def test_a_long_prompt_warms_up_only_what_begins_there(attention: str, moe: MoESpec | None, expected, monkeypatch):
-    monkeypatch.setattr("peagle.engine.warm_up.LEAST_ROWS", 45)
-    llm = tiny_llm(3, max_num_seqs=2, attention=attention)
+@pytest.mark.parametrize(("moe", "expected"), [(None, False), (EXPERTS, True)])
+def test_a_long_prompt_warms_up_only_what_begins_there(moe: MoESpec | None, expected: bool, monkeypatch):
+    monkeypatch.setattr("peagle.engine.warm_up._EXPERT_ROWS", 45)
+    llm = tiny_llm(3, max_num_seqs=2)
     llm.target = replace(llm.target, spec=replace(llm.target.spec, moe=moe))
     warm_up = WarmUp(llm, llm.make_request)
     lengths = []

@@ -31,7 +31,8 @@ def check(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: str,
     assert (got.shape, got.dtype) == ((rows, outputs), dtype)
     read = x.to(torch.float16) if backend == "triton" else x
     truth = read.double().cpu() @ w.double().T * scale.double()
-    rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    # Tensor cores keep fewer bits of their sums than float32 has.
+    rounding = {torch.float32: 1e-5 if device == "cuda" else 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
     assert (got.double() - truth).norm() / truth.norm() < rounding
 
 
@@ -72,10 +73,12 @@ def test_compiles_for_hopper_without_a_gpu(rows: int):
     tile_rows, columns, stages = kernels._tile(rows)
     compiled = compile_for_hopper(
         kernels._int8_tile, {"rows": "i32", "words_OW": "*i16", "scale_O": "*fp32", "x_RI": "*fp16"}, 4, IN=4096,
-        OUT=151_936, ALL_WORDS=2048, ROWS=tile_rows, COLUMNS=columns, STEP=WORDS, STAGES=stages, EARLY=True,
+        OUT=151_936, ALL_WORDS=2048, ROWS=tile_rows, COLUMNS=columns, STEP=WORDS, STAGES=stages, PTX=True,
+        EARLY=True,
     )  # fmt: skip
     ptx = compiled.asm["ptx"]
-    assert all(word in ptx for word in ("wgmma", "cp.async.cg", "ldmatrix", "add.f16x2"))
+    assert all(word in ptx for word in ("wgmma", "cp.async.cg", "ldmatrix", "prmt.b32", "sub.rn.f16x2"))
+    assert "and.b16" not in ptx  # Triton's own way to a byte
     assert "cp.async.ca" not in ptx
     before = before_the_wait(ptx)
     assert "prefetch.global.L2" in before
