@@ -46,7 +46,7 @@ def _ratios(shape: str, rows: Sequence[Json]) -> Iterator[str]:
         if times := _each(of, ("eagle3", k), ("p-eagle-32k", k), "ms_per_step"):
             yield f"{shape}: the same where both draft from 32,000 tokens, K = {k}: {times}"
         if times := _each(of, ("p-eagle", k), ("p-eagle-int8", k), "ms_per_step"):
-            yield f"{shape}: the head's output layer in 8 bits over 16, at equal acceptance, K = {k}: {times}"
+            yield f"{shape}: a step with the output layer of drafts in 16 bits over one in 8, K = {k}: {times}"
     if times := _each(of, ("p-eagle", 7), ("p-eagle", 1), "drafting_ms"):
         yield f"{shape}: drafting with K = 7 over drafting with K = 1: {times}"
     for k in drafts[:1]:
