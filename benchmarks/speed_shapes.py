@@ -221,9 +221,9 @@ def plan(shapes: list[str], methods: list[str], num_drafts: list[int], *, equal:
         wanted = [(m, k) for m, k in kinds if m in methods and (m == PLAIN or k in num_drafts)]
         return [Setup(shape, method, k, acceptance) for method, k in wanted]
 
-    groups = [group(shape, (P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3), (P_EAGLE, 1)) for shape in order]
+    groups = [group(shape, (P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3), (P_EAGLE_INT8, 7)) for shape in order]
     groups += [group(shape, (EAGLE3, 7), (P_EAGLE_32K, 7), (P_EAGLE, 3), (P_EAGLE, 5), (EAGLE3, 5)) for shape in order]
-    groups += [group(shape, (P_EAGLE_INT8, 7), (P_EAGLE_INT8, 3)) for shape in order]
+    groups += [group(shape, (P_EAGLE, 1), (P_EAGLE_INT8, 3)) for shape in order]
     if equal:
         groups += [group(shape, (EAGLE3, 3), (EAGLE3, 5), (EAGLE3, 7), acceptance="equal") for shape in order]
     return [setups for setups in groups if setups]

@@ -58,7 +58,7 @@ ROW = EngineSpeedRow(
 def test_the_most_important_come_first():
     groups = plan(list(REAL_SHAPES), [P_EAGLE, EAGLE3, PLAIN], [1, 3, 5, 7], equal=True)
     assert [[(s.method, s.num_drafts) for s in group] for group in groups[:2]] == [
-        [(P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3), (P_EAGLE, 1)]
+        [(P_EAGLE, 7), (PLAIN, 0), (EAGLE3, 3)]
     ] * 2
     assert [group[0].shape for group in groups[:5]] == [
         "smollm2-135m", "qwen3-8b", "qwen2.5-coder-0.5b", "qwen2.5-1.5b", "gpt-oss-20b",
@@ -73,8 +73,11 @@ def test_a_smaller_vocabulary_is_measured_where_it_is_asked_for():
     _, second, *_ = plan(["qwen2.5-1.5b"], methods, [1, 3, 5, 7], equal=False)
     assert [(s.method, s.num_drafts) for s in second[:2]] == [(EAGLE3, 7), (P_EAGLE_32K, 7)]
     assert [s.method for s in second].count(P_EAGLE_32K) == 1
-    *_, last = plan(["qwen2.5-1.5b"], [P_EAGLE, P_EAGLE_INT8], [1, 3, 5, 7], equal=False)
-    assert [(s.method, s.num_drafts, s.draft_lm_head) for s in last] == [(P_EAGLE_INT8, k, "int8") for k in (7, 3)]
+    first, *_, last = plan(["qwen2.5-1.5b"], [P_EAGLE, P_EAGLE_INT8], [1, 3, 5, 7], equal=False)
+    assert [(s.method, s.num_drafts, s.draft_lm_head) for s in first] == [(P_EAGLE, 7, "auto"), (P_EAGLE_INT8, 7, "int8")]
+    assert [(s.method, s.num_drafts) for s in last] == [(P_EAGLE, 1), (P_EAGLE_INT8, 3)]
+    exact, int8 = first
+    assert int8.acceptance_length == pytest.approx(0.996 * exact.acceptance_length, abs=5e-4)  # what it cost a head
 
 
 def test_a_smaller_grid():
@@ -173,7 +176,7 @@ def test_ratios_below_the_table(tmp_path):
     text = render_block("engine-speed-x", read_result(tmp_path / "r.json"))
     assert "- qwen3-8b: P-EAGLE over EAGLE-3 at equal acceptance, K = 7: **1.50** at c = 1\n" in text
     assert "- qwen3-8b: the same where both draft from 32,000 tokens, K = 7: **2.00** at c = 1\n" in text
-    assert "output layer in 8 bits over 16, at equal acceptance, K = 7: **1.25** at c = 1\n" in text
+    assert "a step with the output layer of drafts in 16 bits over one in 8, K = 7: **1.25** at c = 1\n" in text
     assert "- qwen3-8b: drafting with K = 7 over drafting with K = 1: **1.20** at c = 1\n" in text
     assert "over no speculation, at the acceptance assumed: **3.00** at c = 1\n" in text
 
