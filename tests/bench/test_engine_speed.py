@@ -73,10 +73,10 @@ def test_a_smaller_vocabulary_is_measured_where_it_is_asked_for():
     _, second, *_ = plan(["qwen2.5-1.5b"], methods, [1, 3, 5, 7], equal=False)
     assert [(s.method, s.num_drafts) for s in second[:2]] == [(EAGLE3, 7), (P_EAGLE_32K, 7)]
     assert [s.method for s in second].count(P_EAGLE_32K) == 1
-    first, *_, last = plan(["qwen2.5-1.5b"], [P_EAGLE, P_EAGLE_INT8], [1, 3, 5, 7], equal=False)
-    assert [(s.method, s.num_drafts, s.draft_lm_head) for s in first] == [(P_EAGLE, 7, "auto"), (P_EAGLE_INT8, 7, "int8")]
+    (exact, int8), *_, last = plan(["qwen2.5-1.5b"], [P_EAGLE, P_EAGLE_INT8], [1, 3, 5, 7], equal=False)
+    assert (exact, exact.draft_lm_head) == (Setup("qwen2.5-1.5b", P_EAGLE, 7), "auto")
+    assert (int8, int8.draft_lm_head) == (Setup("qwen2.5-1.5b", P_EAGLE_INT8, 7), "int8")
     assert [(s.method, s.num_drafts) for s in last] == [(P_EAGLE, 1), (P_EAGLE_INT8, 3)]
-    exact, int8 = first
     assert int8.acceptance_length == pytest.approx(0.996 * exact.acceptance_length, abs=5e-4)  # what it cost a head
 
 
