@@ -152,9 +152,9 @@ def most_to_split(spec: ModelSpec) -> int:
 
 
 def _attention(asked: str, spec: ModelSpec) -> str:
-    """The form that runs. "auto" is a library's for long prompts where these wait for products: its launches are more
-    than the tiles' are."""
-    return LIBRARY if asked == "auto" and most_to_split(spec) <= LEAST_ROWS else asked
+    """The form that runs. "auto" is a library's for long prompts where these wait for products, at the least of them
+    too: its launches take the host longer than the tiles'."""
+    return LIBRARY if asked == "auto" and 4 * most_to_split(spec) <= LEAST_ROWS else asked
 
 
 def _has_tiles(load: EngineLoad, device: torch.device) -> bool:
