@@ -18,7 +18,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # this is that process
 
 def run_interpreted(file: str) -> None:
     """Run the tests of `file` with "interpreted" in their names in Triton's interpreter; all of them must pass."""
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", file)
+    plugins = ("-p", "no:cacheprovider", "-p", "no:schemathesis")  # which takes two seconds to load
+    command = (sys.executable, "-m", "pytest", "-q", *plugins, "-k", "interpreted", file)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
