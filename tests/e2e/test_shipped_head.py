@@ -34,7 +34,7 @@ def test_it_is_light_and_whole():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_output_is_the_same_with_and_without_drafts(llm: LLM, temperature: float):
-    params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i) for i in range(len(PROMPTS))]
+    params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(len(PROMPTS))]
     together = llm.chat(PROMPTS, params)
     alone = llm.chat(PROMPTS[:1], params[:1])
     llm.set_speculation(False)

@@ -1,5 +1,8 @@
 """Output never depends on the drafter, on K, or on who shares the batch."""
 
+from dataclasses import replace
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -23,13 +26,17 @@ def plain_outputs(params: list[SamplingParams]) -> list[RequestOutput]:
     return [llm.generate([prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
 
 
+@cache
+def plain_at(temperature: float, **more: object) -> list[RequestOutput]:
+    return plain_outputs(sampled(temperature, **more))
+
+
 @pytest.mark.parametrize(
     ("parallel", "k"), [(True, 1), (True, 2), (True, 3), (True, 7), (True, 16), (False, 1), (False, 2), (False, 7)]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_speculation_changes_nothing(parallel: bool, k: int, temperature: float):
-    params = sampled(temperature)
-    plain = plain_outputs(params)
+    params, plain = sampled(temperature), plain_at(temperature)
     llm = tiny_llm(k, parallel=parallel)
     assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
     force_drafts(llm, plain, seed=k)
@@ -51,8 +58,7 @@ def test_speculation_changes_nothing(parallel: bool, k: int, temperature: float)
     ],
 )
 def test_chunks_slots_and_scarce_blocks_change_nothing(engine: dict[str, int]):
-    params = sampled(0.8, top_k=20, top_p=0.9)
-    plain = plain_outputs(params)
+    params, plain = sampled(0.8, top_k=20, top_p=0.9), plain_at(0.8, top_k=20, top_p=0.9)
     llm = tiny_llm(3, **engine)
     force_drafts(llm, plain, seed=1)
     outputs = llm.generate(PROMPTS, params)
@@ -87,9 +93,10 @@ def test_drafts_do_not_depend_on_how_the_prompt_was_cut(parallel: bool):
         assert (drafts[0] == drafts[1]).all()
 
 
-@pytest.mark.parametrize(("parallel", "limit"), [(True, 64), (False, 40)])
-def test_requests_at_the_length_limit_finish_exactly(parallel: bool, limit: int):
+@pytest.mark.parametrize("parallel", [True, False])
+def test_requests_at_the_length_limit_finish_exactly(parallel: bool):
     """Prompts of every length up to the context, so that drafts reach past its end in every possible way."""
+    limit = 40
     prompts = [random_prompts(1, seed=n, longest=2)[0] * n for n in range(1, limit)]
     params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     llm = tiny_llm(5, max_model_len=limit, parallel=parallel)
@@ -118,8 +125,7 @@ def test_a_draft_is_drawn_with_the_noise_of_its_verification(parallel: bool):
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_sliding_window_changes_drafts_and_nothing_else(parallel: bool):
     """Windows beyond the context, within it, and only as long as a chain."""
-    params = sampled(0.0)
-    plain = plain_outputs(params)
+    params, plain = sampled(0.0), plain_at(0.0)
     drafted = []
     for window in (None, 1000, 11, 5):
         llm = tiny_llm(4, parallel=parallel, window=window)
@@ -135,24 +141,27 @@ def test_a_sliding_window_changes_drafts_and_nothing_else(parallel: bool):
         tiny_llm(5, parallel=parallel, window=5)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "engine"),
-    [(True, {}), (True, {"num_kv_blocks": 40}), (True, {"max_num_batched_tokens": 9}), (False, {})],
-)
-def test_penalties_count_drafts_as_said(parallel: bool, engine: dict[str, int]):
-    """Also where requests are preempted and begin again with what they said before."""
+@cache
+def penalised() -> tuple[list[SamplingParams], list[RequestOutput], list[RequestOutput]]:
+    """Requests of all kinds, what they say, and what they say without penalties."""
     kinds = [
         {"repetition_penalty": 1.6},
         {"presence_penalty": 1.5, "frequency_penalty": 0.7},
         {"logit_bias": {7: 4.0, 11: -100.0}},
         {"min_p": 0.2},
     ]
-    params = [
-        SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i, **kinds[i % 4])
-        for i in range(len(PROMPTS))
-    ]
-    plain = plain_outputs(params)
-    bare = plain_outputs([SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i) for i in range(10)])
+    bare = [SamplingParams(max_tokens=40, temperature=[0.0, 0.9][i % 2], seed=i) for i in range(len(PROMPTS))]
+    params = [replace(p, **kinds[i % 4]) for i, p in enumerate(bare)]
+    return params, plain_outputs(params), plain_outputs(bare)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "engine"),
+    [(True, {}), (True, {"num_kv_blocks": 40}), (True, {"max_num_batched_tokens": 9}), (False, {})],
+)
+def test_penalties_count_drafts_as_said(parallel: bool, engine: dict[str, int]):
+    """Also where requests are preempted and begin again with what they said before."""
+    params, plain, bare = penalised()
     assert sum(a.token_ids != b.token_ids for a, b in zip(plain, bare, strict=True)) > 6  # they do act
     llm = tiny_llm(4, parallel=parallel, **engine)
     force_drafts(llm, plain, seed=2)
@@ -183,8 +192,7 @@ def test_a_step_ahead_changes_nothing(parallel: bool):
 def test_k_may_change_in_any_step():
     """Stale drafts, cache that the drafter never saw, and fewer or more rows than the step before: never another token.
     The drafter's cache starts as NaN here, which it may then read."""
-    params = sampled(0.8)
-    plain = plain_outputs(params)
+    params, plain = sampled(0.8), plain_at(0.8)
     for ahead in (0, 1):
         llm = tiny_llm(5)
         core, rng = llm.core, np.random.default_rng(ahead)
