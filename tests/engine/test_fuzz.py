@@ -242,7 +242,7 @@ def test_a_tiny_pool(parallel: bool, drafts: int):
     plain = tiny_llm(layers=2, max_num_seqs=64, enable_prefix_caching=False)
     lone = tiny_llm(layers=2, max_num_seqs=1)
     llm = tiny_llm(
-        drafts, layers=2, parallel=parallel, block_size=2, num_kv_blocks=63, max_num_seqs=12, max_num_batched_tokens=48
+        drafts, layers=2, parallel=parallel, block_size=2, num_kv_blocks=83, max_num_seqs=12, max_num_batched_tokens=48
     )  # fmt: skip
     check(llm, plain, lone, 1000, seed=int(parallel), num_alone=100)
 
