@@ -32,6 +32,7 @@ _MORE_RUNS = MappingProxyType(
         "over-vllm-again-h200": "second",
         "over-vllm-third-h200": "third",
         "over-vllm-fourth-h200": "fourth",
+        "over-vllm-sixth-h200": "sixth",
     }
 )
 
