@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
 from peagle.errors import PeagleError
 
@@ -117,7 +118,7 @@ def _use_triton(q_RND: Tensor, backend: str) -> bool:
 # Custom operators, so that torch.compile neither looks inside nor breaks its graph.
 
 
-@torch.library.custom_op("peagle::range_attention", mutates_args=())
+@custom_op("peagle::range_attention", mutates_args=())
 def _forward(
     q_RND: Tensor,
     context_k_PMD: Tensor,
@@ -136,7 +137,7 @@ def _forward(
     return forward(q_RND, context, (chain_k_CMD, chain_v_CMD, chain_lo_R, chain_hi_R))
 
 
-@torch.library.custom_op("peagle::range_attention_backward", mutates_args=())
+@custom_op("peagle::range_attention_backward", mutates_args=())
 def _backward(
     dout_RND: Tensor,
     out_RND: Tensor,
