@@ -40,8 +40,8 @@ class PagedCache:
         self.windows = (None,) * sizes.num_layers if windows is None else tuple(windows)
         self.sinks = (None,) * sizes.num_layers if sinks is None else tuple(sinks)
         plain = all(extra is None for extra in (*self.windows, *self.sinks))
-        self._takes_whole = plain and takes_whole(sizes.head_dim, dtype, device)
-        self._num_heads = sizes.num_heads
+        self.takes_whole = plain and takes_whole(sizes.head_dim, dtype, device)  # prompts, by a library's attention
+        self._qkv_heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
         shape = (sizes.num_layers, sizes.num_kv_heads, num_slots + 1, sizes.head_dim)
         try:
             # Zeroed, for a drafter that sat out some steps reads what it never wrote. Not on the host, which gets
@@ -61,10 +61,8 @@ class PagedCache:
         return 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
 
     def plan_whole(self, rows: int) -> None:
-        """Have the library plan for whole prompts of so many rows: the first of them would wait for that."""
-        if self._takes_whole:
-            heads = (self._num_heads, len(self.keys[0]), len(self.keys[0]))
-            whole_attention(*(self.keys.new_zeros(rows, count, self.keys.shape[-1]) for count in heads))
+        """Have the library plan for a whole prompt of so many rows: the first of them would wait for that."""
+        whole_attention(*(self.keys.new_zeros(rows, heads, self.keys.shape[-1]) for heads in self._qkv_heads))
 
     def attend(self, slots_R: Tensor, limit_R: Tensor, plan: AttentionPlan) -> "PagedAttend | WholeAttend":
         """An `Attend` that first writes the new rows' keys and values, then attends over the cache or, of a whole
@@ -73,7 +71,7 @@ class PagedCache:
         Slots, limits and the plan must be there before the pass begins: attention may load them before the layers
         in front of it have ended.
         """
-        if isinstance(plan, WholePlan) and self._takes_whole:
+        if isinstance(plan, WholePlan) and self.takes_whole:
             return WholeAttend(self, slots_R)
         return PagedAttend(self, slots_R, limit_R, plan)
 

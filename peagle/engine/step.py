@@ -110,11 +110,13 @@ class SpeculativeStep:
 
     def plan_whole(self) -> Iterator[int]:
         """Have a library plan for long prompts, if it attends to them; yields each length before its turn."""
-        sides = [self._target_cache] + ([self._draft_side.cache] if self._draft_side else [])
-        most = min(self._max_model_len, self._sizes.max_num_batched_tokens)
-        for rows in plan_lengths(most) if self._attends_whole else ():
+        both = [self._target_cache] + ([self._draft_side.cache] if self._draft_side else [])
+        caches = [cache for cache in both if cache.takes_whole]
+        # A drafter's mask rows come after those of the prompt.
+        most = min(self._max_model_len, self._sizes.max_num_batched_tokens) + self.state.drafts.shape[1]
+        for rows in plan_lengths(most) if self._attends_whole and caches else ():
             yield rows
-            for cache in sides:
+            for cache in caches:
                 cache.plan_whole(rows)
 
     def run(self, rows: Rows, num_drafts: int, mode: SamplingMode) -> StepOutput:

@@ -1,8 +1,8 @@
 """Attention of a whole prompt: its rows see nothing but each other, and their keys and values are in one piece.
 
 There cuDNN's attention takes the place of tiles over the paged cache, through torch's own function. It makes a plan for
-each number of rows, which takes it 75 ms, so rows are filled up to a multiple of `PLAN_ROWS`. Of several prompts in
-one pass it would need a call for each, and FlashAttention over ragged rows is slower than the tiles
+each number of rows, which takes it 40 to 70 ms, so rows are filled up to a multiple of `PLAN_ROWS`. Of several prompts
+in one pass it would need a call for each, and FlashAttention over ragged rows is slower than the tiles
 (benchmarks/prompt_attention.py).
 """
 
@@ -35,7 +35,7 @@ def whole_attention(q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
     parts = (q_RND, k_RMD, v_RMD)
     rows, heads = len(q_RND), [part.shape[1] for part in parts]
     # No row sees the zeros behind them, but 0 times the NaN that may be there is NaN.
-    filled = q_RND.new_empty(-(-rows // PLAN_ROWS) * PLAN_ROWS, sum(heads), q_RND.shape[2])
+    filled = q_RND.new_empty(_planned(rows), sum(heads), q_RND.shape[2])
     torch.cat(parts, dim=1, out=filled[:rows])
     filled[rows:] = 0
     q, k, v = (part.transpose(0, 1)[None] for part in filled.split(heads, dim=1))
@@ -46,4 +46,8 @@ def whole_attention(q_RND: Tensor, k_RMD: Tensor, v_RMD: Tensor) -> Tensor:
 
 def plan_lengths(most_rows: int) -> range:
     """The numbers of rows that have a plan of their own, for prompts of up to `most_rows`."""
-    return range(LEAST_ROWS, -(-most_rows // PLAN_ROWS) * PLAN_ROWS + 1, PLAN_ROWS)
+    return range(LEAST_ROWS, _planned(most_rows) + 1, PLAN_ROWS)
+
+
+def _planned(rows: int) -> int:
+    return -(-rows // PLAN_ROWS) * PLAN_ROWS

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from peagle.engine import build, kv_cache
 from peagle.engine.kv_cache import PagedAttend, PagedCache, WholeAttend
+from peagle.engine.warm_up import WarmUp
 from peagle.kernels import whole_attention as module
 from peagle.kernels.backend import INVARIANT
 from peagle.kernels.paged_attention import AttentionPlan, RectanglePlan, WholePlan, plan_attention
 from peagle.kernels.rope import rope_tables
 from peagle.models.layers import Attention, CachedAttend, RopeSpec, rope_inverse_frequencies
 from peagle.sampling import SamplingParams
+from tests.engine.test_graphs import OnGpu
 from tests.engine.test_prompt_graphs import llm_of
 from tests.engine.tiny import random_prompts, tiny_llm, tiny_spec
 from tests.kernels.interpreter import INTERPRETED, run_interpreted
@@ -125,7 +127,6 @@ def test_a_library_sees_a_few_sizes(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     one = Pass([(1, 1)], (4, 2, 16), torch.bfloat16)
-    one.cache._takes_whole = True
     monkeypatch.setattr(module, "LEAST_ROWS", 1024)
     assert list(module.plan_lengths(1400)) == [1024, 1280, 1536]
     assert not module.plan_lengths(700)
@@ -136,9 +137,26 @@ def test_a_library_sees_a_few_sizes(monkeypatch: pytest.MonkeyPatch):
     for rows in (1024, 1025, 1279, 1280, 1400):
         module.whole_attention(*torch.randn(rows, 8, 16).to(torch.bfloat16).split((4, 2, 2), 1))
     assert set(seen) == planned
-    one.cache._takes_whole = False
-    one.cache.plan_whole(1024)
-    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("attention", ["library", "triton"])
+def test_a_warm_engine_has_its_plans(attention: str, calls: list[int], monkeypatch: pytest.MonkeyPatch):
+    """Of the target and of the drafter, whose rows are K - 1 more than the longest prompt's; before it serves."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    monkeypatch.setattr(build, "resolve_kernels", lambda *_: "torch")
+    llm = tiny_llm(3, max_num_seqs=2, max_num_batched_tokens=14, attention=attention)
+    monkeypatch.setattr(module, "LEAST_ROWS", 8)
+    monkeypatch.setattr(module, "PLAN_ROWS", 4)
+    warm_up = WarmUp(llm, llm.make_request)
+    warm_up._core = OnGpu(llm.core)
+    monkeypatch.setattr(warm_up, "_answer", lambda _: None)
+    warm_up.run(lambda: False)
+    assert calls == ([8, 8, 12, 12, 16, 16, 20, 20] if attention == "library" else [])
+
+
+def test_no_plans_for_layers_that_do_not_take_it():
+    llm = tiny_llm(3, attention="library", max_num_batched_tokens=4096)
+    assert not list(llm.core.warm_up_whole_prompts())
 
 
 def test_which_passes_are_planned_for_it(monkeypatch: pytest.MonkeyPatch):
