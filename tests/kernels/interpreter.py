@@ -27,7 +27,7 @@ def run_interpreted(file: str) -> None:
 
 
 def hasten() -> None:
-    """Let Triton 3.6 interpret four times as fast: it names types, patches its own language at each launch and each
+    """Let Triton 3.6 interpret two to four times as fast: it names types, patches its own language at each launch and
     call, and computes overflows that it says nothing about outside of its debug mode. Others stay as they are."""
     if not find_spec("triton") or not version("triton").startswith("3.6."):
         return
